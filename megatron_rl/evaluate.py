@@ -145,9 +145,7 @@ def evaluate_checkpoint(config: Config, out: Path) -> Results:
 
 def console_of(cfg: Config) -> Console:
     """Return a console that writes lines in run.log_format, without secrets."""
-    return Console(
-        enabled=True, lines=LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
-    )
+    return Console(enabled=True, lines=LogLines(cfg.run.log_format, hidden=cfg.key_variables))
 
 
 def run_tool(cfg: Config, out: Path, console: Console) -> Results:

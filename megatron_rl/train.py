@@ -131,7 +131,7 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
 
     program: the name under which errors are reported.
     """
-    lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
+    lines = LogLines(cfg.run.log_format, hidden=cfg.key_variables)
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()  # under torchrun: SIGTERM for this rank, too, when the launcher dies
     try:

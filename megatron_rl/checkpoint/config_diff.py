@@ -58,7 +58,7 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     fresh = type(cfg)(**required)  # type: ignore[arg-type]
     defaults = flat_settings(fresh.model_dump(mode="json"))
     # an older checkpoint's may hold secrets, which would differ from what hides them now
-    saved = Redactor(hidden=(cfg.rollout.api_key_env,)).tree(with_new_names(saved))
+    saved = Redactor(hidden=cfg.key_variables).tree(with_new_names(saved))
     before, now = defaults | flat_settings(saved), defaults | flat_settings(plain_values(cfg))
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if refused := [

@@ -68,6 +68,15 @@ class AllSections(Section):
         return self.replay.mode == "R3" or self.replay.measure
 
     @property
+    def key_variables(self) -> tuple[str, ...]:
+        """Names of the environment variables that hold keys of servers: logs, files and workers do
+        not get their values.
+        """
+        keys = [self.rollout.api_key_env]
+        keys += [teacher.api_key_env for teacher in self.teachers.with_servers.values()]
+        return tuple(key for key in keys if key is not None)
+
+    @property
     def overlaps_grad_reduce(self) -> bool:
         """True if gradients are reduced in buckets while the last micro-batch's backward runs.
 

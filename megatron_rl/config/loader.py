@@ -177,4 +177,4 @@ def dump_config(config: Config) -> str:
 def plain_values(config: Config, *, exclude_none: bool = False) -> Values:
     """Return the resolved configuration as JSON values, without secrets."""
     values = config.model_dump(mode="json", exclude_none=exclude_none)
-    return Redactor(hidden=(config.rollout.api_key_env,)).tree(values)
+    return Redactor(hidden=config.key_variables).tree(values)

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -104,11 +104,11 @@ class StatusWriter:
         folder: Path,
         num_steps: int,
         *,
-        api_key_env: str | None = None,
+        hidden: Iterable[str] = (),
         stopped: tuple[type[BaseException], ...] = (),
     ) -> None:
         now = time.time()
-        self._redactor = Redactor(hidden=(api_key_env,))
+        self._redactor = Redactor(hidden)
         self._path = RunFolder(folder).status
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}

@@ -57,14 +57,14 @@ class RewardPool:
     Use it from one thread: the kernel kills a worker when the thread that started it ends.
     """
 
-    def __init__(self, config: RewardConfig, *, hidden_env: str | None = None) -> None:
-        """hidden_env: an environment variable that workers do not get: the servers' API key."""
+    def __init__(self, config: RewardConfig, *, hidden_env: Sequence[str] = ()) -> None:
+        """hidden_env: environment variables that workers do not get: keys of servers."""
         self.config = config
         self._spec = WorkerSpec(
             loader="megatron_rl.reward.function:load_reward",
             arguments=(config.function, config.format_pattern, config.timeout_seconds),
             memory_bytes=memory_bytes(config),
-            hidden_env=hidden_env,
+            hidden_env=tuple(hidden_env),
         )
         self.counters: Counter[str] = Counter()
         """Responses since the pool was made: scored, unformatted, and failures.KINDS."""

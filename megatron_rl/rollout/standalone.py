@@ -60,7 +60,7 @@ class StandaloneSampler:
     def __enter__(self) -> StandaloneSampler:
         with ExitStack() as stack:
             self.pool = stack.enter_context(
-                RewardPool(self.cfg.reward, hidden_env=self.cfg.rollout.api_key_env)
+                RewardPool(self.cfg.reward, hidden_env=self.cfg.key_variables)
             )
             if not self.cfg.rollout.urls:
                 self.server_pool = stack.enter_context(self._make_server_pool())

@@ -73,7 +73,7 @@ def start_trainer(
     server that fails its checks.
     """
     quiet_libraries()
-    lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
+    lines = LogLines(cfg.run.log_format, hidden=cfg.key_variables)
     lines.catch_warnings()
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model

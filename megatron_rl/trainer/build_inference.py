@@ -213,7 +213,7 @@ def make_leader(
         run=servers.run,
         teachers=make_teachers(cfg, spec),
     )
-    rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env))
+    rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.key_variables))
     client.trace = rewards.trace = services.trace
     return Leader(client, rewards, services.recording.recorder(cfg, parallel))
 

@@ -129,7 +129,7 @@ def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
     """
     tables, _ = best_and_worst(last_rollouts(cfg.run_dir))
     if tables:
-        tracker.samples(step, Redactor(hidden=(cfg.rollout.api_key_env,)).tree(tables))
+        tracker.samples(step, Redactor(hidden=cfg.key_variables).tree(tables))
 
 
 def make_sinks(

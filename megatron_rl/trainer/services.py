@@ -72,7 +72,7 @@ def make_status(cfg: Config) -> StatusWriter:
     return StatusWriter(
         cfg.run_dir,
         cfg.run.num_steps,
-        api_key_env=cfg.rollout.api_key_env,
+        hidden=cfg.key_variables,
         stopped=(StoppedBySignal,),
     )
 

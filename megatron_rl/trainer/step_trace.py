@@ -43,7 +43,7 @@ class StepTrace:
     def __init__(self, cfg: Config, parallel: Parallel, files: FileWriter) -> None:
         self.cfg, self.parallel, self.files = cfg, parallel, files
         self.trace = Trace(is_on=cfg.run.trace != "off")
-        self._redactor = Redactor(hidden=(cfg.rollout.api_key_env,))
+        self._redactor = Redactor(hidden=cfg.key_variables)
         self._step: int | None = None  # the step that is traced now
         self._stack = ExitStack()
 

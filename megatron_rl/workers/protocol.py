@@ -37,8 +37,8 @@ class WorkerSpec:
     arguments: tuple[str | float, ...]
     memory_bytes: int = 0
     """Limit of the address space of a process that answers calls, 0 = none."""
-    hidden_env: str | None = None
-    """Environment variable that it does not get, such as the servers' API key."""
+    hidden_env: tuple[str, ...] = ()
+    """Environment variables that it does not get, such as keys of servers."""
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ def launch_worker(
     # packets: a call to fork must not be separated from the socket that comes with it
     kind = socket.SOCK_SEQPACKET if mode == "forks" else socket.SOCK_STREAM
     ours, theirs = socket.socketpair(type=kind)
-    env = {name: value for name, value in os.environ.items() if name != spec.hidden_env}
+    env = {name: value for name, value in os.environ.items() if name not in spec.hidden_env}
     arguments = [mode, spec.loader, json.dumps(spec.arguments), str(spec.memory_bytes)]
     with theirs:
         process = subprocess.Popen(

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-rl play: {error}", file=sys.stderr)
         return 2
     print(HELP)
-    with RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env) as pool:
+    with RewardPool(cfg.reward, hidden_env=cfg.key_variables) as pool:
         for prompt in prompts[args.first - 1 :]:
             try:
                 rollout = asyncio.run(play(cfg, runner, tokenizer, prompt))

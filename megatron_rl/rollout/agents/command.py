@@ -13,7 +13,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,8 +36,8 @@ class CommandRollout:
     """`await rollout(session, prompt)` runs the program once."""
 
     cfg: AgentConfig
-    hidden_env: str = ""
-    """Environment variable with the servers' key, which is never passed."""
+    hidden_env: Sequence[str] = ()
+    """Environment variables with keys of servers, which are never passed."""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         access = await session.open_endpoint()
@@ -63,7 +63,8 @@ class CommandRollout:
         passed = {
             name: value
             for name, value in os.environ.items()
-            if name != self.hidden_env and (name in self.cfg.pass_env or not SECRET.search(name))
+            if name not in self.hidden_env
+            and (name in self.cfg.pass_env or not SECRET.search(name))
         }
         direct = passed.get("no_proxy") or passed.get("NO_PROXY") or ""
         if direct != "*":  # programs read either name

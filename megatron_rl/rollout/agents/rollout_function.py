@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
@@ -19,13 +19,13 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 
 
 def load_function(
-    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: str = ""
+    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: Sequence[str] = ()
 ) -> RolloutFunction:
     """Return what [agent] names as a rollout function.  Raises ValueError, naming the key, where it
     cannot be one.
 
     processes: where environments run under agent.isolation = process.  hidden_env: the environment
-    variable with the servers' key, which a command does not get.
+    variables with keys of servers, which a command does not get.
     """
     if cfg.command:
         if shutil.which(cfg.command[0]) is None:

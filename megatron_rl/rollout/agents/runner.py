@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,16 +57,21 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    hidden_env = cfg.rollout.api_key_env or ""
     processes = None
     if cfg.agent.isolation == "process":  # they end with the trainer
         memory = int(cfg.agent.process_memory_gib * 2**30)
         processes = EnvironmentProcesses(
-            cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env
+            cfg.agent.environment, memory, hidden_env=cfg.key_variables
         )
         processes.start()
     return EpisodeRunner(
-        cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes, hidden_env
+        cfg.agent,
+        tokenizer,
+        vocab_size,
+        cfg.rollout.max_retries,
+        limit,
+        processes,
+        cfg.key_variables,
     )
 
 
@@ -83,8 +88,8 @@ class EpisodeRunner:
     """(tokens, setting) of the longest sequence of a session."""
     processes: EnvironmentProcesses | None = None
     """The processes of environments under agent.isolation = process."""
-    hidden_env: str = ""
-    """Environment variable with the servers' key."""
+    hidden_env: Sequence[str] = ()
+    """Environment variables with keys of servers."""
 
     def __post_init__(self) -> None:
         self.function = load_function(self.cfg, self.processes, self.hidden_env)

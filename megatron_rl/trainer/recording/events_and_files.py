@@ -32,7 +32,7 @@ class Recording:
         choice = GroupChoice(
             cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
         )
-        hidden = (cfg.rollout.api_key_env,)
+        hidden = cfg.key_variables
         return Recorder(
             cfg.run_dir,
             dp_rank=parallel.dp_rank,
@@ -63,4 +63,4 @@ def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Record
     files = FileWriter(logger.warning)
     stack.callback(files.close)
     path = RunFolder(cfg.run_dir).events if parallel.rank == 0 else None
-    return Recording(files, Events(path, files, hidden=(cfg.rollout.api_key_env,)))
+    return Recording(files, Events(path, files, hidden=cfg.key_variables))

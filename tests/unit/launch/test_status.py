@@ -43,7 +43,7 @@ def watched(tmp_path, writer):
 
 def test_a_run_while_it_runs_and_at_its_end(tmp_path):
     with (
-        StatusWriter(tmp_path, 60, api_key_env="SERVER_KEY") as writer,
+        StatusWriter(tmp_path, 60, hidden=["SERVER_KEY"]) as writer,
         watched(tmp_path, writer) as dog,
     ):
         writer.urls = lambda: ("http://me:passw0rd@10.0.0.2:30000",)

@@ -123,7 +123,7 @@ def test_workers_do_not_get_the_api_key(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
     monkeypatch.setenv("KEY_OF_A_JUDGE", "other")
     with RewardPool(
-        RewardConfig(function=HOSTILE, timeout_seconds=3.0), hidden_env="KEY_OF_THE_SERVERS"
+        RewardConfig(function=HOSTILE, timeout_seconds=3.0), hidden_env=["KEY_OF_THE_SERVERS"]
     ) as pool:
         items = [
             ("p", "env KEY_OF_THE_SERVERS", "ok"),

@@ -89,7 +89,7 @@ def client_of(server, **settings):
         CHAT_SPEC.vocab_size,
         cfg.max_retries,
         (2000, "the test"),
-        hidden_env="SERVERS",
+        hidden_env=["SERVERS"],
     )
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
 

@@ -47,7 +47,7 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "secret")
     monkeypatch.setenv("OTHER", "value")
     processes = EnvironmentProcesses(
-        "tests.faults.environments:Asked", memory_bytes=2**32, hidden_env="SECRET_KEY"
+        "tests.faults.environments:Asked", memory_bytes=2**32, hidden_env=["SECRET_KEY"]
     )
     try:
         assert ask(processes, "SECRET_KEY")[0] == "none"
@@ -239,7 +239,7 @@ def test_a_runs_processes_get_its_limit_and_not_its_key(monkeypatch):
     processes = run(**environment, isolation="process", process_memory_gib=1.5).processes
     spec = processes.spec
     assert (spec.arguments, spec.memory_bytes) == ((environment["environment"],), 3 * 2**29)
-    assert spec.hidden_env == "SECRET_KEY"
+    assert spec.hidden_env == ("SECRET_KEY",)
 
 
 def test_a_function_without_messages_needs_no_format():

@@ -55,6 +55,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
         "model": {"path": "x"},
         "data": {"train": "x"},
         "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"},
+        "teachers": {"one": {"urls": ["http://127.0.0.1:2"], "api_key_env": "TEACHER_KEY"}},
     }
     cfg = load_config(None, [], sections)
     spec = SimpleNamespace(
@@ -68,7 +69,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
         standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None),
     ):
         pass
-    assert hidden == ["KEY_OF_THE_SERVERS"] * 2
+    assert hidden == [("KEY_OF_THE_SERVERS", "TEACHER_KEY")] * 2
 
 
 def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch, tmp_path):

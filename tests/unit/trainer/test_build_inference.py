@@ -158,7 +158,7 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
     )
     assert calls == [
         ("runner", (cfg, "tokenizer", 8, 256), {}), ("client", (FOUND.urls, cfg.rollout), settings),
-        ("rewards", (cfg.reward,), {"hidden_env": "KEY_OF_THE_SERVERS"}), ("recording.recorder",
+        ("rewards", (cfg.reward,), {"hidden_env": ("KEY_OF_THE_SERVERS",)}), ("recording.recorder",
         (cfg, parallel), {}),
         ("closed", (), {}),
     ]  # fmt: skip

@@ -402,7 +402,7 @@ def test_a_run_tells_of_its_state_and_its_stalls(monkeypatch, tmp_path):
         services, "StatusWriter", calls.note("status", lambda: Recorded(calls, "made"))
     )
     status = services.make_status(cfg)
-    settings = dict(api_key_env="KEY_OF_THE_SERVERS", stopped=(StoppedBySignal,))
+    settings = dict(hidden=("KEY_OF_THE_SERVERS",), stopped=(StoppedBySignal,))
     assert calls == [("status", (cfg.run_dir, 6), settings)]
     parallel = SimpleNamespace(store=lambda: "store", rank=1, world_size=2)
     monkeypatch.setattr(services, "Watchdog", calls.note("dog", lambda: SimpleNamespace()))

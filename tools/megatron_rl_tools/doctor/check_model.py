@@ -203,7 +203,7 @@ def check_reward(cfg: Config | None) -> Check:
         else:
             episodes = labels_as_responses(cfg)
             episodes += [replace(episode, response="") for episode in episodes]
-        with RewardPool(config, hidden_env=cfg.rollout.api_key_env if cfg else None) as pool:
+        with RewardPool(config, hidden_env=cfg.key_variables if cfg else ()) as pool:
             started = time.monotonic()
             scored = pool.score_episodes([[episode] for episode in episodes], shaped=False)
     except (RewardError, OSError, ValueError) as error:
