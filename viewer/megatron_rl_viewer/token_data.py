@@ -242,6 +242,10 @@ def token_values(data: Tensors, sampled: Array, meta: dict, routes: TokenRoutes)
     columns["log_pi"] = updates[-1] if updates is not None and len(updates) else None
     mu, old = columns["log_mu"], columns["log_pi_old"]
     columns["log_ratio"] = None if mu is None or old is None else old - mu
+    scored = data.server("teacher_logprobs")
+    teacher = data.fitting(scored, "teacher_logprobs", sampled.shape)
+    columns["log_teacher"] = teacher
+    columns["teacher_gap"] = None if mu is None or teacher is None else teacher - mu
     advantage = data.trainer("advantage")
     value = meta.get("advantage")
     if advantage is not None and advantage.size:

@@ -262,6 +262,25 @@ def test_the_trainers_half_of_another_attempt_is_not_shown(tmp_path, open_runs):
     )
 
 
+def test_a_teachers_log_probs_stand_at_their_tokens(tmp_path, open_runs):
+    folder = write_run(tmp_path / "run", steps=1)
+
+    def scored(arrays):
+        mu = arrays["Q0/0:logprobs"]
+        arrays["Q0/0:teacher_logprobs"] = mu + np.arange(len(mu), dtype=np.float32) - 2
+
+    damage(folder, "rollouts_000001.safetensors", scored)
+    rollout = of_run(open_runs, folder)
+    values, sampled = rollout["values"], rollout["meta"]["response_length"]
+    places = [place for place, value in enumerate(values["log_mu"]) if value is not None]
+    assert len(places) == sampled > 4 and rollout["missing"] == []
+    gaps = [values["teacher_gap"][place] for place in places]
+    assert gaps == pytest.approx([number - 2 for number in range(sampled)], abs=1e-6)
+    for place, value in enumerate(values["log_teacher"]):
+        gap, mu = values["teacher_gap"][place], values["log_mu"][place]
+        assert value == (None if mu is None else pytest.approx(mu + gap, abs=1e-6))
+
+
 def test_a_trained_line_names_no_other_file(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     path = folder / "trained.jsonl"

@@ -23,6 +23,14 @@ export const QUANTITIES: Quantity[] = [
   { key: "log_mu", label: "log mu", scale: "sequential", about: "log-probability by the inference engine" },
   { key: "log_pi_old", label: "log pi_old", scale: "sequential", about: "by the trainer, before the step's updates" },
   { key: "log_pi", label: "log pi", scale: "sequential", about: "by the trainer, at the token's update" },
+  {
+    key: "teacher_gap",
+    label: "log pi_T - log mu",
+    scale: "diverging",
+    center: 0,
+    about: "the teacher's opinion: above 0 where it finds the token more probable than the server did",
+  },
+  { key: "log_teacher", label: "log pi_T", scale: "sequential", about: "log-probability by the teacher" },
   { key: "ratio", label: "ratio pi / pi_old", scale: "diverging", center: 1, about: "policy staleness" },
   { key: "weight", label: "weight", scale: "diverging", center: 1, about: "importance weight as used; 0 where masked" },
   {
