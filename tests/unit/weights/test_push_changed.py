@@ -14,7 +14,7 @@ from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from megatron_rl.weights.sync.pushed_weights import PushedWeights, adapted_tensors
 from megatron_rl.weights.sync.servers import ServerAccess, keeps_unsent
 from megatron_rl.weights.sync.transports import TransportSettings
-from tests.fake_receiver import fingerprint, receivers
+from tests.fake_receiver import fingerprint
 from tests.families import family_checkpoint
 from tests.thread_ranks import run_thread_ranks
 
@@ -32,14 +32,6 @@ def base(tmp_path) -> Path:
     file = tmp_path / "base" / "model.safetensors"
     save_file({name: torch.zeros(SHAPE) for name in NAMES}, file)
     return file
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    file = tmp_path_factory.mktemp("first") / "model.safetensors"
-    save_file({"nothing": torch.zeros(1)}, file)
-    with receivers(file, 2) as processes:
-        yield processes
 
 
 def export(version: int, rank: int):

@@ -40,7 +40,7 @@ from megatron_rl.weights.sync.push_records import Sent
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess
 from megatron_rl.weights.sync.transports import TransportSettings
-from tests.fake_receiver import fingerprint, receivers
+from tests.fake_receiver import fingerprint
 from tests.families import family_checkpoint
 from tests.thread_ranks import run_thread_ranks
 
@@ -94,14 +94,6 @@ def make_pusher(files, urls, transport, ranks, **settings) -> WeightPusher:
 
 def content(file: Path) -> dict[str, str]:
     return {name: fingerprint(tensor) for name, tensor in load_file(file).items()}
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    file = tmp_path_factory.mktemp("first") / "model.safetensors"
-    save_file({"nothing": torch.zeros(1)}, file)
-    with receivers(file, 2) as processes:
-        yield processes
 
 
 def assert_all_hold(servers, file: Path, version: int) -> None:
