@@ -111,7 +111,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add(
         "--gpu",
         metavar="NAME",
-        help="dry run: hardware of its times, e.g. h100 (megatron_rl/plan/hardware.py)",
+        help="dry run: hardware of its times, e.g. h100",
     )
     add(
         "--assume",

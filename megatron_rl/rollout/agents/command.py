@@ -44,6 +44,8 @@ class CommandRollout:
         env = self.environment() | {
             "OPENAI_BASE_URL": access.base_url,
             "OPENAI_API_KEY": access.api_key,
+            "ANTHROPIC_BASE_URL": access.root_url,
+            "ANTHROPIC_API_KEY": access.api_key,
         }
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
         code, output, errors = await run_program(self.cfg.command, env, question.encode() + b"\n")

@@ -7,20 +7,19 @@ log-probs of the trainer would be those of another distribution.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
 
-Json = dict[str, object]
-
-MODEL = "policy"
-"""The model that /v1/models names; requests may name any."""
 FULL_SOFTMAX = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
 """Field -> allowed values, where the run does not truncate (rollout.top_p, top_k, min_p)."""
 ANY_TEXT = {
@@ -46,21 +45,15 @@ WITHOUT_EFFECT = (
 drawn with the server's own numbers, as the choices of a group must differ."""
 
 
-class ApiError(Exception):
-    """An answer with a status other than 200, in OpenAI's format."""
+def error_body(error: ApiError) -> Json:
+    """Return an error in OpenAI's form."""
+    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+    return {
+        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    }
 
-    def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
 
-    @property
-    def body(self) -> Json:
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+Request = TypeVar("Request", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -113,6 +106,24 @@ class CompletionRequest(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @property
+    def question(self) -> Question:
+        tools = [] if self.tool_choice == "none" else self.tools
+        return Question(self.messages, tools, self.must_call, self.limit, self.stops, self.n)
+
+    def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
+        return completion(self, turns, self._logprobs(turns, tokenizer))
+
+    def events(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+        for chunk in chunks(self, turns, self._logprobs(turns, tokenizer)):
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _logprobs(
+        self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[Json]]:
+        return [sampled_logprobs(turn, tokenizer) if self.logprobs else [] for turn in turns]
+
 
 def read_request(
     content: object, temperature: float, truncation: Truncation | None = None
@@ -120,12 +131,27 @@ def read_request(
     """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
     be sampled as the run samples.
     """
+    return checked(CompletionRequest, content, WITHOUT_EFFECT, temperature, truncation)
+
+
+def checked(
+    kind: type[Request],
+    content: object,
+    without_effect: Collection[str],
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> Request:
+    """Read the body of a request of any protocol.
+
+    without_effect: its fields that change nothing.  temperature, truncation: those of the run.
+    Raises ApiError, naming the field.
+    """
     if not isinstance(content, Mapping):
         raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
     asked = {
         name: value
         for name, value in content.items()
-        if value is not None and name not in WITHOUT_EFFECT
+        if value is not None and name not in without_effect
     }
     of_run = FULL_SOFTMAX
     if truncation is not None:
@@ -138,23 +164,22 @@ def read_request(
                 f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it",
                 param=name,
             )
+    # rho would compare distributions of two temperatures
+    if (other := asked.get("temperature")) not in (None, temperature):
+        raise ApiError(
+            400,
+            f"temperature = {other!r:.40}: must be the run's, {temperature:g}"
+            " (rollout.temperature); remove it",
+            param="temperature",
+        )
     try:
-        request = CompletionRequest.model_validate(asked)
+        return kind.model_validate(asked)
     except ValidationError as error:
         first = error.errors()[0]
         # without the alternatives of a union, such as literal['auto','none','required']
         name = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
-    # rho would compare distributions of two temperatures
-    if request.temperature not in (None, temperature):
-        raise ApiError(
-            400,
-            f"temperature = {request.temperature:g}: must be the run's, {temperature:g}"
-            " (rollout.temperature); remove it",
-            param="temperature",
-        )
-    return request
 
 
 def completion(
@@ -229,3 +254,12 @@ def models() -> Json:
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}],
     }
+
+
+def sampled_logprobs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    """Return the log-probs with which the tokens were sampled, in OpenAI's format."""
+    texts: Sequence[str] = tokenizer.convert_ids_to_tokens(list(turn.token_ids))
+    return [
+        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
+        for text, value in zip(texts, turn.logprobs, strict=True)
+    ]

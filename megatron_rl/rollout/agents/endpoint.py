@@ -1,7 +1,8 @@
-"""An OpenAI-compatible HTTP endpoint in front of sessions: any program that uses an OpenAI client
-can be trained on.
+"""An HTTP endpoint in front of sessions: any program that uses a client of OpenAI or Anthropic can
+be trained on.
 
-    POST /v1/chat/completions, GET /v1/models; Authorization: Bearer KEY
+    POST /v1/chat/completions, GET /v1/models      Authorization: Bearer KEY
+    POST /v1/messages, /v1/messages/count_tokens   x-api-key: KEY
 
 The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it
 ends.  One server per call of the rollout client, in its event loop, on agent.endpoint_host and a
@@ -15,31 +16,20 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from aiohttp import web
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.rollout.agents.completions import (
-    ApiError,
-    CompletionRequest,
-    Json,
-    chunks,
-    completion,
-    models,
-    read_request,
-)
-from megatron_rl.rollout.agents.episode import (
-    Access,
-    ContextFull,
-    EpisodeError,
-    EpisodeStopped,
-    Turn,
-)
+from megatron_rl.rollout.agents import completions, messages
+from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
+from megatron_rl.rollout.agents.question import ApiError, DoorRequest, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
-from megatron_rl.rollout.agents.tools import Tools
 
+MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 64 << 20
 KEY_BYTES = 32
 CLOSE_SECONDS = 1.0
@@ -102,7 +92,9 @@ class Endpoint:
 
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", partial(self._answer, completions.read_request))
+        app.router.add_post(MESSAGES, partial(self._answer, messages.read_request))
+        app.router.add_post(f"{MESSAGES}/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         # handler_cancellation: where a client hangs up, or sends its request again, the first
         # request must end
@@ -125,91 +117,62 @@ class Endpoint:
 
     def _episode(self, request: web.Request) -> Open:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or key.strip() not in self._episodes:
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")  # of Anthropic's clients
+        if key.strip() not in self._episodes:
             raise ApiError(401, "the API key is that of no running episode", code="invalid_api_key")
         return self._episodes[key.strip()]
 
     async def _models(self, request: web.Request) -> web.Response:
         self._episode(request)
-        return web.json_response(models())
+        return web.json_response(completions.models())
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(
+        self, read: Callable[..., DoorRequest], request: web.Request
+    ) -> web.StreamResponse:
+        """Answer a request of the protocol that `read` reads."""
         episode = self._episode(request)
-        try:
-            content = json.loads(await request.read())
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"body: not JSON: {error}") from error
-        asked = read_request(content, episode.temperature, episode.truncation)
+        asked = read(await body_of(request), episode.temperature, episode.truncation)
         task = asyncio.current_task()
         assert task is not None
         episode.tasks.add(task)
         try:
-            async with answers(episode.session, asked) as turns:
-                tokens = [
-                    sampled_logprobs(episode.session, turn) if asked.logprobs else []
-                    for turn in turns
-                ]
-                return await write_answer(request, asked, turns, tokens)
+            async with answers(episode.session, asked.question) as turns:
+                return await write_answer(request, asked, turns, episode.session.tokenizer)
         finally:
             episode.tasks.discard(task)
 
+    async def _count(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        asked = messages.read_count(await body_of(request))
+        return web.json_response({"input_tokens": num_tokens(episode.session, asked)})
 
-@contextlib.asynccontextmanager
-async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[list[Turn]]:
-    """Sample `asked.n` turns side by side and yield them; they are part of the episode where the
-    block, which writes them, ends without an error.  Raises ApiError.
-    """
+
+async def body_of(request: web.Request) -> object:
+    """Return the JSON of a request.  Raises ApiError where it is none."""
     try:
-        tools = Tools(() if asked.tool_choice == "none" else asked.tools, asked.must_call)
-        stops = [stop_token(session, stop) for stop in asked.stops]
-        sample, reading = session.conversations.sample, session.conversations.reading
-        with reading() as read:
-            tasks = [
-                asyncio.create_task(
-                    sample(
-                        read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops
-                    )
-                )
-                for _ in range(asked.n)
-            ]
-            try:
-                turns = await asyncio.gather(*tasks)
-            finally:
-                # where one failed, the others must not sample on
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            yield turns
-    except ContextFull as error:
-        raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
-    except EpisodeStopped as error:  # 410: clients do not try again
-        raise ApiError(
-            410, "sampling has ended, and with it this episode", code="episode_ended"
-        ) from error
-    except (ValueError, EpisodeError) as error:
-        raise ApiError(
-            400, str(error), param="tools" if str(error).startswith("tools") else "messages"
-        ) from error
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"body: not JSON: {error}") from error
 
 
 async def write_answer(
     request: web.Request,
-    asked: CompletionRequest,
+    asked: DoorRequest,
     turns: Sequence[Turn],
-    tokens: Sequence[list[Json]],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> web.StreamResponse:
     """Write the answer; return when all of it is written.
 
     Raises ConnectionResetError where the client hung up before.
     """
     if asked.stream:
-        events = [*map(json.dumps, chunks(asked, turns, tokens)), "[DONE]"]
-        text = "".join(f"data: {event}\n\n" for event in events)
+        text = "".join(asked.events(turns, tokenizer))
         response = web.Response(
             text=text, content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
     else:
-        response = web.json_response(completion(asked, turns, tokens))
+        response = web.json_response(asked.answer(turns, tokenizer))
     await asyncio.sleep(POLL_SECONDS)
     if request.transport is not None:
         # write_eof waits until nothing is left in its buffer
@@ -221,38 +184,18 @@ async def write_answer(
     return response
 
 
-def stop_token(session: Session, stop: str) -> int:
-    ids = session.tokenizer.encode(stop, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ApiError(
-            400,
-            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the"
-            " end of a line, a special token, or max_tokens",
-            param="stop",
-        )
-    return int(ids[0])
-
-
-def sampled_logprobs(session: Session, turn: Turn) -> list[Json]:
-    """Return the log-probs with which the tokens were sampled, in OpenAI's format."""
-    texts: Sequence[str] = session.tokenizer.convert_ids_to_tokens(list(turn.token_ids))
-    return [
-        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
-        for text, value in zip(texts, turn.logprobs, strict=True)
-    ]
-
-
 @web.middleware
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    in_form = messages.error_body if request.path.startswith(MESSAGES) else completions.error_body
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(error.body, status=error.status)
+        return web.json_response(in_form(error), status=error.status)
     except ConnectionResetError:  # it is counted, and no client reads an answer
         # nginx's status for a client that hung up
         return web.Response(status=499)
     except web.HTTPException as error:  # unknown path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-        return web.json_response(refused.body, status=error.status)
+        return web.json_response(in_form(refused), status=error.status)

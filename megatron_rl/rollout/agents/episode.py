@@ -73,11 +73,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Access:
-    """An OpenAI-compatible endpoint for one episode."""
+    """An endpoint for one episode, for clients of OpenAI and of Anthropic."""
 
     base_url: str
+    """URL for OpenAI's clients; it ends in /v1."""
     api_key: str = field(repr=False)
     """Names the episode, and is valid as long as it runs."""
+
+    @property
+    def root_url(self) -> str:
+        """URL for Anthropic's clients, which add /v1 themselves."""
+        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped
+from megatron_rl.rollout.agents.question import CONTEXT_FULL
 from megatron_rl.rollout.agents.rollout_function import load_function
 from megatron_rl.rollout.agents.sequence_limit import sequence_limit
 from megatron_rl.rollout.agents.session import Session, SessionSettings
@@ -127,14 +128,16 @@ RAISED = (Exception, EpisodeStopped, BaseExceptionGroup, SystemExit, asyncio.Can
 
 
 def is_full(error: BaseException) -> bool:
-    """Return True where only a full context ended the function: also as an OpenAI client raises it,
-    and in a TaskGroup.
+    """Return True where only a full context ended the function: also as clients of the endpoint
+    raise it, and in a TaskGroup.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_full, error.exceptions))
-    return (
-        isinstance(error, ContextFull) or getattr(error, "code", None) == "context_length_exceeded"
-    )
+    codes = [getattr(error, "code", None)]  # of OpenAI's client
+    body = getattr(error, "body", None)  # of Anthropic's
+    if isinstance(body, Mapping) and isinstance(details := body.get("error"), Mapping):
+        codes.append(details.get("code"))
+    return isinstance(error, ContextFull) or CONTEXT_FULL in codes
 
 
 @dataclass

@@ -30,7 +30,8 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import ToolError, Turn, command
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program, run_program
-from megatron_rl.rollout.agents.completions import ApiError, chunks, read_request
+from megatron_rl.rollout.agents.completions import chunks, read_request
+from megatron_rl.rollout.agents.question import ApiError
 from megatron_rl.rollout.agents.rollout_function import load_function
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError

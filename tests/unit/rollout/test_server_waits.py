@@ -104,7 +104,7 @@ def test_servers_on_gpus_get_the_time_that_gpus_need(tmp_path, monkeypatch):
 def test_a_run_reports_which_servers_it_waits_for(tmp_path):
     balancer = LoadBalancer(["http://b:2", "http://c:3"])
     balancer.pick().requests += 2
-    client = SimpleNamespace(balancer=balancer)
+    client = SimpleNamespace(waiting_for=balancer.waiting_for)
     server_pool = make_server_pool(tmp_path, "http://a:1")
     inference = Inference(
         iter, client=client, pusher=None, server_pool=server_pool, urls=["http://b:2"], log=print

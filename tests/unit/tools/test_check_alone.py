@@ -219,7 +219,10 @@ def test_a_line_has_the_fields_that_the_trainer_writes():
     assert described(RecordedRollout) == described(recorded_rollouts.RecordedRollout)
     complete = with_missing(with_sets(make_tree("x"), np.random.default_rng(0)))
     complete = replace(
-        complete, environment=((4, 5),), sampling_mask=complete.sampling_mask.part(0, 5)
+        complete,
+        environment=((4, 5),),
+        sampling_mask=complete.sampling_mask.part(0, 5),
+        teacher_logprobs=complete.rollout_logprobs,
     )
     assert set(KINDS) == set(to_arrays(complete))
 

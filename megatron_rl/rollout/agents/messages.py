@@ -1,0 +1,283 @@
+"""Requests and answers of Anthropic's messages, as far as a sampler for training can serve them.
+
+The conversation is that of chat completions: blocks become messages of OpenAI's form, and turns
+become blocks.  Fields that would change how tokens are sampled are refused as there.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.sections.rollout import Truncation
+from megatron_rl.rollout.agents.completions import checked
+from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.question import CONTEXT_FULL, ApiError, Json, Question
+
+WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "thinking", "diagnostics")
+"""Fields that change no token: bookkeeping, caches, and thinking, which the model does as it was
+trained to; what it thought is an answer's first block."""
+ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+"""Status -> type of an error; all others are invalid_request_error."""
+
+
+class ToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Literal[False] = False
+
+
+class ToolParam(BaseModel):
+    """A tool of the client.  Tools of Anthropic's servers have another `type`."""
+
+    name: Annotated[str, Field(min_length=1)]
+    input_schema: Json
+    description: str = ""
+    type: Literal["custom"] | None = None
+
+
+class CountRequest(BaseModel):
+    """The fields of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: list[Json]
+    system: str | list[Json] = ""
+    tools: list[ToolParam] = []
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+
+    @property
+    def question(self) -> Question:
+        """The conversation in OpenAI's form.  Raises ApiError for a block that has no text."""
+        choice, system = self.tool_choice, text_of(self.system)
+        schemas = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in self.tools
+        ]
+        return Question(
+            messages=[
+                *([{"role": "system", "content": system}] if system else []),
+                *(part for message in self.messages for part in parts_of(message)),
+            ],
+            tools=[] if choice.type == "none" else schemas,
+            must_call={"any": "", "tool": choice.name or ""}.get(choice.type),
+        )
+
+
+class MessagesRequest(CountRequest):
+    """The fields of a request that are read."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] = []
+    temperature: float | None = None
+    stream: bool = False
+
+    @property
+    def question(self) -> Question:
+        asked = super().question
+        return Question(
+            asked.messages, asked.tools, asked.must_call, self.max_tokens, self.stop_sequences
+        )
+
+    def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
+        (turn,) = turns
+        reason, stop = self._stop(turn, tokenizer)
+        return {
+            **self._head(),
+            "content": blocks_of(turn),
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": len(turn.token_ids)},
+        }
+
+    def events(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+        """Yield the answer with one delta for each block, after it was sampled."""
+        (turn,) = turns
+        reason, stop = self._stop(turn, tokenizer)
+        used: Json = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
+        start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield event("message_start", message={**start, "usage": used})
+        for index, block in enumerate(blocks_of(turn)):
+            empty, deltas = opened(block)
+            yield event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
+        end = {"stop_reason": reason, "stop_sequence": stop}
+        yield event("message_delta", delta=end, usage={"output_tokens": len(turn.token_ids)})
+        yield event("message_stop")
+
+    def _head(self) -> Json:
+        name = f"msg_{uuid.uuid4().hex}"
+        return {"id": name, "type": "message", "role": "assistant", "model": self.model}
+
+    def _stop(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
+        """Return why the turn ended, and the text of stop_sequences that ended it."""
+        if turn.finish_reason == "length":
+            return "max_tokens", None
+        for stop in self.stop_sequences:
+            if tokenizer.encode(stop, add_special_tokens=False) == [turn.token_ids[-1]]:
+                return "stop_sequence", stop
+        return ("tool_use" if "tool_calls" in turn.message else "end_turn"), None
+
+
+def read_request(
+    content: object, temperature: float, truncation: Truncation | None = None
+) -> MessagesRequest:
+    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
+    be sampled as the run samples.
+    """
+    return checked(MessagesRequest, content, WITHOUT_EFFECT, temperature, truncation)
+
+
+def read_count(content: object) -> Question:
+    """Read the body of a request to count tokens.  Raises ApiError."""
+    return checked(CountRequest, content, WITHOUT_EFFECT).question
+
+
+def parts_of(message: Json) -> Iterator[Json]:
+    """Yield the messages of OpenAI's form that hold the blocks of one message, in order.
+
+    Raises ApiError for a role or a block that cannot be written as text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise ApiError(
+            400, f"messages: role = {role!r}, must be user or assistant", param="messages"
+        )
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise ApiError(
+            400, f"messages: content = {content!r:.80}: must be text or blocks", param="messages"
+        )
+    if role == "assistant":
+        yield assistant(blocks)
+        return
+    texts: list[Json] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            yield from user(texts)
+            texts = []
+            answer = text_of(block.get("content") or "")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer}
+        else:
+            texts.append(block)
+    yield from user(texts)
+
+
+def user(blocks: Sequence[Json]) -> Iterator[Json]:
+    if blocks:
+        yield {"role": "user", "content": text_of(blocks)}
+
+
+def assistant(blocks: Sequence[Mapping[str, Any]]) -> Json:
+    """Return the model's message: text, thinking, and calls of tools."""
+    kinds = ("tool_use", "thinking")
+    message: Json = {
+        "role": "assistant",
+        "content": text_of([block for block in blocks if block.get("type") not in kinds]),
+    }
+    if thinking := [str(b.get("thinking", "")) for b in blocks if b.get("type") == "thinking"]:
+        message["reasoning_content"] = "".join(thinking)
+    if calls := [block for block in blocks if block.get("type") == "tool_use"]:
+        message["tool_calls"] = [
+            {
+                "id": call.get("id"),
+                "type": "function",
+                "function": {
+                    "name": call.get("name"),
+                    "arguments": json.dumps(call.get("input"), ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    return message
+
+
+def text_of(content: object) -> str:
+    """Return the text of a content.  Raises ApiError for a block that is no text, by its type."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content if isinstance(content, Sequence) else [content]:
+        if isinstance(block, Mapping) and block.get("type") == "text":
+            texts.append(str(block.get("text", "")))
+        else:
+            kind = block.get("type") if isinstance(block, Mapping) else block
+            raise ApiError(
+                400, f"messages: a block of type {kind!r:.40} is no text; remove it",
+                param="messages",
+            )  # fmt: skip
+    return "".join(texts)
+
+
+def blocks_of(turn: Turn) -> list[Json]:
+    """Return the turn as blocks: thinking, text, calls of tools."""
+    message: dict[str, Any] = turn.message
+    blocks: list[Json] = []
+    if message.get("reasoning_content"):
+        # a client sends the signature back, and nothing reads it
+        blocks.append(
+            {"type": "thinking", "thinking": message["reasoning_content"], "signature": "none"}
+        )
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = parsed(function["arguments"])
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+        )
+    return blocks
+
+
+def parsed(arguments: str) -> Json:
+    """Return a call's arguments; those that are no JSON object stay one text, for the client to
+    refuse.
+    """
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        values = None
+    return values if isinstance(values, dict) else {"unparsed": arguments}
+
+
+def opened(block: Json) -> tuple[Json, list[Json]]:
+    """Return a block as its stream begins, and the deltas that complete it."""
+    kind = block["type"]
+    if kind == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+    if kind == "thinking":
+        deltas: list[Json] = [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+        return {"type": kind, "thinking": "", "signature": ""}, deltas
+    return {"type": kind, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+
+
+def event(kind: str, **fields: object) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def error_body(error: ApiError) -> Json:
+    """Return an error in Anthropic's form; `code` is ours, for a full context."""
+    kind = ERRORS.get(error.status, "invalid_request_error")
+    details: Json = {"type": kind, "message": str(error)}
+    if error.code == CONTEXT_FULL:
+        details["code"] = CONTEXT_FULL
+    return {"type": "error", "error": details}

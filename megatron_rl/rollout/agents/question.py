@@ -1,0 +1,135 @@
+"""A request of the endpoint without its protocol: what is asked of the model, and what went wrong.
+
+A protocol (completions.py, messages.py) reads its requests into a DoorRequest, and writes turns and
+ApiErrors in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.rollout.agents.chat import Message, Schema
+from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.agents.tools import Tools
+
+Json = dict[str, object]
+
+MODEL = "policy"
+"""The model that /v1/models names; requests may name any."""
+CONTEXT_FULL = "context_length_exceeded"
+"""Code of the error of a full context, in every protocol."""
+
+
+class ApiError(Exception):
+    """An answer with a status other than 200."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True)
+class Question:
+    """The next turn of a conversation."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Schema] = ()
+    must_call: str | None = None
+    """The tool that the turn must call, see Tools."""
+    limit: int | None = None
+    """Longest turn; None: as long as the context allows."""
+    stops: Sequence[str] = ()
+    """Texts of one token each that end the turn."""
+    n: int = 1
+    """Number of turns, side by side."""
+
+
+class DoorRequest(Protocol):
+    """A request in a protocol."""
+
+    stream: bool
+
+    @property
+    def question(self) -> Question: ...
+
+    def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
+        """Return the body of the answer."""
+        ...
+
+    def events(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+        """Yield the answer as server-sent events, for stream = true."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]]:
+    """Sample `asked.n` turns side by side and yield them; they are part of the episode where the
+    block, which writes them, ends without an error.  Raises ApiError.
+    """
+    try:
+        tools = Tools(asked.tools, asked.must_call)
+        stops = [stop_token(session.tokenizer, stop) for stop in asked.stops]
+        sample, reading = session.conversations.sample, session.conversations.reading
+        with reading() as read:
+            tasks = [
+                asyncio.create_task(
+                    sample(
+                        read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops
+                    )
+                )
+                for _ in range(asked.n)
+            ]
+            try:
+                turns = await asyncio.gather(*tasks)
+            finally:
+                # where one failed, the others must not sample on
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            yield turns
+    except ContextFull as error:
+        raise ApiError(400, str(error), code=CONTEXT_FULL, param="messages") from error
+    except EpisodeStopped as error:  # 410: clients do not try again
+        raise ApiError(
+            410, "sampling has ended, and with it this episode", code="episode_ended"
+        ) from error
+    except (ValueError, EpisodeError) as error:
+        raise ApiError(
+            400, str(error), param="tools" if str(error).startswith("tools") else "messages"
+        ) from error
+
+
+def stop_token(tokenizer: PreTrainedTokenizerBase, stop: str) -> int:
+    """Return the token of a stop text.  Raises ApiError for a text of several."""
+    ids = tokenizer.encode(stop, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ApiError(
+            400,
+            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the"
+            " end of a line, a special token, or max_tokens",
+            param="stop",
+        )
+    return int(ids[0])
+
+
+def num_tokens(session: Session, asked: Question) -> int:
+    """Return the number of tokens of the messages, written from their start with what opens the
+    model's turn.
+
+    Raises ApiError for messages that the format cannot hold, and without agent.renderer.
+    """
+    if session.chat is None:
+        raise ApiError(400, "messages need agent.renderer, the format of the model's chat; set it")
+    try:
+        return len(session.chat.render(asked.messages, Tools(asked.tools).schemas))
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
