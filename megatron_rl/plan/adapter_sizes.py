@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.adapters import can_have_adapter, is_target
-from megatron_rl.weights.hf.entries import entries, shard_shape
+from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
 
 
 class AdaptedWeight(NamedTuple):
-    """One rank's shard of a weight that has an adapter."""
+    """One rank's shard of a weight that has an adapter; the experts of a layer are one entry."""
 
-    name: str
-    """Canonical name."""
     is_expert: bool
     rows: int
     columns: int
+    num_weights: int
+    """Number of weights of this shape: the rank's experts that have an adapter, else 1."""
 
 
 def adapted_weights(
     spec: ModelSpec, cfg: Config, layers: Sequence[int], *, te: bool
 ) -> list[AdaptedWeight]:
     """Return those of one rank with these layers."""
-    parallel, here = cfg.parallel, set(layers)
-    weights: list[AdaptedWeight] = []
     if not cfg.lora.rank:
-        return weights
-    for entry in entries(spec):
-        is_local = entry.expert is None or entry.expert < spec.num_experts // parallel.ep
-        if entry.layer not in here or not is_local:
-            continue
-        if can_have_adapter(entry.name, entry.hf[0][1]) and is_target(entry.name, cfg.lora.targets):
-            rule = entry.rule
-            if te and rule.te_kind is not None:
-                rule = replace(rule, kind=rule.te_kind)
-            size = parallel.expert_tp if rule.is_expert else parallel.tp
-            rows, columns = shard_shape(replace(entry, rule=rule), size)
-            weights.append(AdaptedWeight(entry.name, rule.is_expert, rows, columns))
+        return []
+    parallel = cfg.parallel
+    targets = targets_by_layer(spec, cfg.lora.targets)
+    weights: list[AdaptedWeight] = []
+    for entry, experts in (target for layer in layers for target in targets.get(layer, ())):
+        rule = entry.rule
+        if te and rule.te_kind is not None:
+            rule = replace(rule, kind=rule.te_kind)
+        size = parallel.expert_tp if rule.is_expert else parallel.tp
+        rows, columns = shard_shape(replace(entry, rule=rule), size)
+        count = bisect_left(experts, spec.num_experts // parallel.ep) if rule.is_expert else 1
+        weights.append(AdaptedWeight(rule.is_expert, rows, columns, count))
     return weights
+
+
+@lru_cache(maxsize=8)  # a planner asks for hundreds of layouts of one model
+def targets_by_layer(
+    spec: ModelSpec, targets: tuple[str, ...]
+) -> dict[int, list[tuple[Entry, list[int]]]]:
+    """Return layer -> its weights that have an adapter: (the entry, or that of the first such
+    expert, all such experts in order).
+    """
+    by_rule: dict[tuple[int, str], tuple[Entry, list[int]]] = {}
+    for entry in entries(spec):
+        if can_have_adapter(entry.name, entry.hf[0][1]) and is_target(entry.name, targets):
+            assert entry.layer is not None, f"{entry.name} is outside the layers"
+            _, experts = by_rule.setdefault((entry.layer, entry.rule.mcore), (entry, []))
+            if entry.expert is not None:
+                experts.append(entry.expert)
+    by_layer: dict[int, list[tuple[Entry, list[int]]]] = {}
+    for (layer, _), target in by_rule.items():
+        by_layer.setdefault(layer, []).append(target)
+    return by_layer
 
 
 def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int, int]:
     """Return the numbers of adapter parameters on a rank: (of dense weights, of experts)."""
     sums = [0, 0]
     for weight in weights:
-        sums[weight.is_expert] += rank * (weight.rows + weight.columns)
+        sums[weight.is_expert] += rank * weight.num_weights * (weight.rows + weight.columns)
     return sums[0], sums[1]
 
 
@@ -58,9 +78,7 @@ def merged_bytes(weights: Sequence[AdaptedWeight], size: int, *, te: bool) -> in
 
     size: of an element.  te: a module has all local experts of a layer.
     """
-    modules: dict[str, int] = {}
-    for weight in weights:
-        name = weight.name.rstrip("0123456789") if te else weight.name
-        modules[name] = modules.get(name, 0) + weight.rows * weight.columns * size
-    largest = max((weight.rows * weight.columns for weight in weights), default=0)
-    return max(modules.values(), default=0) + 2 * 4 * largest
+    some = [weight for weight in weights if weight.num_weights]
+    largest = max((weight.rows * weight.columns for weight in some), default=0)
+    modules = (w.rows * w.columns * size * (w.num_weights if te else 1) for w in some)
+    return max(modules, default=0) + 2 * 4 * largest
