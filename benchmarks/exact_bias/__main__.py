@@ -69,15 +69,17 @@ def main() -> int:
         )
     cells: dict[str, list[Cell | Facts]] = {}
     for kind in WEIGHTS:
-        mine = [outcome for task, outcome in zip(tasks, outcomes, strict=True) if task[0] == kind]
-        cells[kind] = [cell for outcome in mine for cell in outcome.cells]
-        rates = ", ".join(f"{outcome.pass_rate:.2f}" for outcome in mine)
+        of_kind = [
+            outcome for task, outcome in zip(tasks, outcomes, strict=True) if task[0] == kind
+        ]
+        cells[kind] = [cell for outcome in of_kind for cell in outcome.cells]
+        rates = ", ".join(f"{outcome.pass_rate:.2f}" for outcome in of_kind)
         print(f"{kind} weights: pass rates of pi_old {rates}\n")
         print(facts_table(cells[kind]), end="\n\n")
         print(summary_table(cells[kind]), end="\n\n")
         print(bands_table(cells[kind], args.staleness), end="\n\n")
         print(gaps_table(cells[kind]), end="\n\n")
-        print(group_table([outcome.group_biases for outcome in mine]), end="\n\n")
+        print(group_table([outcome.group_biases for outcome in of_kind]), end="\n\n")
     for kind in WEIGHTS:
         print("\n".join(grid_lines(kind, cells[kind])))
     return 0

@@ -173,17 +173,17 @@ def test_value_and_gradient_are_those_of_the_formula(tmp_path: Path) -> None:
     samples = teachers_samples(tmp_path)
     expected, value, mistakes = expected_of(tmp_path, samples)
     assert min(mistakes) > 100 * GRADIENT_LIMIT, f"the teacher's term hardly matters: {mistakes}"
-    found = run_ranks(run_layouts, 2, tmp_path, samples, timeout=500)
+    losses = run_ranks(run_layouts, 2, tmp_path, samples, timeout=500)
     failures = []
     for layout in LAYOUTS:
         off = errors(load_file(tmp_path / f"{layout}.gradient"), expected)
         worst = max(off, key=lambda name: off[name])
         print(
             f"{layout}: gradient off by {off[worst]:.2g} ({worst}), value by "
-            f"{abs(found[0][layout] / value - 1):.2g}"
+            f"{abs(losses[0][layout] / value - 1):.2g}"
         )
         if off[worst] > GRADIENT_LIMIT:
             failures.append(f"{layout}: {worst} is off by {off[worst]:.2g}")
-        if abs(found[0][layout] / value - 1) > VALUE_LIMIT:
-            failures.append(f"{layout}: loss {found[0][layout]} instead of {value}")
+        if abs(losses[0][layout] / value - 1) > VALUE_LIMIT:
+            failures.append(f"{layout}: loss {losses[0][layout]} instead of {value}")
     assert not failures, "\n".join(failures)

@@ -103,9 +103,9 @@ def test_samples_are_exchanged_with_their_beta():
         Sample(taught(make_rollout("p", 3, 5)), 0.3, teacher_weight=0.1),
         Sample(make_rollout("q", 2, 4), -0.3),
     ]
-    found = decode_samples(encode_samples(samples))
-    assert [sample.teacher_weight for sample in found] == [0.1, 0.0]
-    assert same(found[0].rollout, samples[0].rollout)
+    decoded = decode_samples(encode_samples(samples))
+    assert [sample.teacher_weight for sample in decoded] == [0.1, 0.0]
+    assert same(decoded[0].rollout, samples[0].rollout)
 
 
 def test_rows_have_beta_and_log_prob_where_their_label_was_sampled_and_is_learned():
@@ -180,12 +180,12 @@ def test_the_term_is_added_where_beta_is_and_has_no_gradient():
     batch = pack(samples)
     old = torch.linspace(-3, -1, 12)
     old[8] = float("nan")  # of a token without a teacher: nothing else may become NaN
-    found = with_teacher_term(batch, old).advantages
+    advantages = with_teacher_term(batch, old).advantages
     expected = batch.advantages.clone()
     rows = slice(1, 5)
     teacher = torch.from_numpy(samples[0].rollout.teacher_logprobs)
     expected[rows] += 0.5 * (teacher - old[rows])
-    assert torch.equal(found, expected) and not found.requires_grad
+    assert torch.equal(advantages, expected) and not advantages.requires_grad
     untaught = pack(samples[1:])
     assert with_teacher_term(untaught, old[:6]) is untaught
 
@@ -216,6 +216,6 @@ def test_a_step_of_equal_rewards_teaches_something_with_a_teacher(has_teacher):
     group = group_of(*(taught(make_rollout(f"r{k}", 2, 3)) for k in range(2)), rewards=(1.0, 1.0))
     sums = MetricSums()
     count_groups(sums, with_teacher_weights([group], cfg, 0), version=3)
-    found = derived(sums.reduce(None, "cpu"))
-    assert found["rollout/zero_advantages"] == (not has_teacher)
-    assert found["rollout/zero_advantage_groups_frac"] == (not has_teacher)
+    metrics = derived(sums.reduce(None, "cpu"))
+    assert metrics["rollout/zero_advantages"] == (not has_teacher)
+    assert metrics["rollout/zero_advantage_groups_frac"] == (not has_teacher)

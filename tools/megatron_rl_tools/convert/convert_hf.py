@@ -165,8 +165,8 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
                 sides.append(HFSide(files, spec))
             else:
                 # the other checkpoint is not the base of a run's adapters
-                own = config if adapters_of_run(path) is None else config_of(path, args.config)
-                sides.append(model_of(path, own, spec, parallel))
+                base = config if adapters_of_run(path) is None else config_of(path, args.config)
+                sides.append(model_of(path, base, spec, parallel))
         count, different = verify(sides[0], sides[1], spec, work)
     if different:
         work.log(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
