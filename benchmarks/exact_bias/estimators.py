@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.exact_bias.policy import Step
 from benchmarks.exact_bias.responses import PROMPTS, Responses
 from megatron_rl.batch.advantage import group_advantages
+from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.loss import (
     PRESETS,
     LossConfig,
@@ -72,7 +73,7 @@ def all_losses() -> dict[str, LossConfig]:
 
 @dataclass(frozen=True)
 class Situation:
-    """What one loss is computed from: the policies, and the responses that are trained on."""
+    """The inputs of one loss: the policies, and the responses that are trained on."""
 
     responses: Responses
     rewards: Tensor
@@ -185,7 +186,9 @@ def norms(responses: Responses, coefficients: Tensor, gram: Tensor) -> Tensor:
     return torch.einsum("ma,mab,mb->m", padded, products, padded)
 
 
-def advantages(situation: Situation, kind: str, group: int = GROUP) -> tuple[Tensor, Tensor]:
+def advantages(
+    situation: Situation, kind: AdvantageKind, group: int = GROUP
+) -> tuple[Tensor, Tensor]:
     """Return E[A | y] and E[A^2 | y] [m].
 
     mean, std, leave_one_out: over the other group - 1 responses, from the code of the trainer.
@@ -214,7 +217,9 @@ def advantages(situation: Situation, kind: str, group: int = GROUP) -> tuple[Ten
     return limit, limit.square()
 
 
-def group_moments(kind: str, group: int, pass_rate: float, reward: float) -> tuple[float, float]:
+def group_moments(
+    kind: AdvantageKind, group: int, pass_rate: float, reward: float
+) -> tuple[float, float]:
     """Return E[A] and E[A^2] of a response with this reward, where `group` - 1 others have the
     reward 1 with probability `pass_rate`.
     """
@@ -223,7 +228,7 @@ def group_moments(kind: str, group: int, pass_rate: float, reward: float) -> tup
     chance = partial(binomial, others, pass_rate)
     for passes in range(others + 1):
         rewards = np.array([reward] + [1.0] * passes + [0.0] * (others - passes))
-        value = float(group_advantages(rewards, kind)[0])  # type: ignore[arg-type]
+        value = float(group_advantages(rewards, kind)[0])
         first, second = first + chance(passes) * value, second + chance(passes) * value**2
     return first, second
 

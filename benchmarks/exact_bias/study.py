@@ -55,14 +55,14 @@ class Cell:
     """|E[g_hat] / scale - g| / |g|; scale: what the loss multiplies g by on policy."""
     cosine: float
     first_order: float
-    """As bias, against the gradient of the first-order surrogate with live routing."""
+    """The same distance to the gradient of the first-order surrogate with live routing."""
     noise: float
     """Standard deviation of one response's gradient / scale, relative to |g|."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """How far the policies are from each other."""
+    """Distances between the policies."""
 
     sampler: str
     staleness: int
@@ -253,7 +253,7 @@ def group_biases(study: Study) -> list[float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set of weights shows."""
+    """Results of one set of weights."""
 
     cells: list[Cell | Facts]
     group_biases: list[float]

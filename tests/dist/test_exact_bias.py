@@ -1,6 +1,6 @@
-"""Where theory says that an estimate has no bias, the enumeration of all responses finds none
-(float64), and it finds one where the correction is left out.  The engine's own gradient of the
-enumerated mini-batch, on one rank and on two, is the expected gradient.
+"""The enumeration of all responses finds no bias (float64) where theory says that there is none,
+and it finds one where the correction is left out.  The engine's own gradient of the enumerated
+mini-batch, on one rank and on two, is the expected gradient.
 """
 
 from dataclasses import replace
@@ -86,13 +86,13 @@ def on_policy(study, pi):
 
 def off_policy(study, steps, updates):
     """Errors of the ratios for every sampler and replay, against the true gradient with live
-    routing (true), with the replayed routes (own), and against J_token (first order).
+    routing (true), with the replayed routes (replayed), and against J_token (first order).
     """
     errors, scale = {}, 1 - 1 / GROUP
     live = true_gradient(study.responses, study.rewards, steps["none"])
     for replay, pi in steps.items():
         gram = pi.gradient @ pi.gradient.T
-        own = true_gradient(study.responses, study.rewards, pi)
+        with_routes = true_gradient(study.responses, study.rewards, pi)
         for sampler in ("fp8",) if replay == "R3" else study.samplers:
             situation = study.situation(sampler, replay, pi)
             means = {
@@ -105,7 +105,7 @@ def off_policy(study, steps, updates):
             for ratio, mean in means.items():
                 key = f"{sampler}, {replay}, {updates}, {ratio}"
                 errors[f"{key}, true"] = error(mean, live)
-                errors[f"{key}, own"] = error(mean, own)
+                errors[f"{key}, replayed"] = error(mean, with_routes)
                 errors[f"{key}, first order"] = error(mean, first)
     return errors
 
@@ -131,7 +131,7 @@ def equal_gradients(study, pi):
 
 
 def save(path, study, weights, pi):
-    """What the engine's own gradient is computed from, and the expected gradient of MiniRL."""
+    """Inputs of the engine's gradient, and the expected gradient of MiniRL."""
     situation = study.situation("fp8", "R3", pi)
     torch.save(
         {
@@ -189,7 +189,7 @@ def test_r2_leaves_the_first_update_alone_and_r3_changes_its_target(exact):
     assert exact[1]["fp8, R2, 0, sequence, true"] < EXACT
     for updates in (0, UPDATES):
         # unbiased for the policy with the sampler's routes, which is another one
-        assert exact[1][f"fp8, R3, {updates}, sequence, own"] < EXACT
+        assert exact[1][f"fp8, R3, {updates}, sequence, replayed"] < EXACT
         assert exact[1][f"fp8, R3, {updates}, sequence, true"] > 1e-2
 
 

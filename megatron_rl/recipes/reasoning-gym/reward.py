@@ -24,7 +24,7 @@ UNPARSED = (
     ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What scorers raise for an answer of another form."""
+"""Exceptions of scorers for an answer of another form."""
 
 
 @cache

@@ -1,6 +1,6 @@
 """The recipe reasoning-gym: rows of the real package, its scorers as the reward, and bad input.
 
-Tests that need the package are skipped without it: pip install reasoning-gym.
+`make test-recipes` installs the package, and runs the tests that are skipped without it.
 """
 
 import importlib.util
@@ -24,7 +24,8 @@ NAMES = ("generate", "prepare", "reward")
 SETS = "[sets]\ntest = 3\ntrain = 20\n"
 SUMS = "[generators.chain_sum]\nmax_digits = 1\nmin_digits = 1\n"
 needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
+    importlib.util.find_spec("reasoning_gym") is None,
+    reason="reasoning-gym is not installed: make test-recipes",
 )
 
 
@@ -69,8 +70,8 @@ def test_rows_are_generated_checked_and_scored(prepare):
     assert kinds == {"chain_sum", "gcd"} and len(rows) >= 15
     reward = import_module("reward")
     for row in rows:
-        response, own = f"so <answer> {row['label']}\n</answer>", {"metadata": row["metadata"]}
-        scored = reward.score(Episode(row["prompt"], response, row["label"], metadata=own))
+        response, columns = f"so <answer> {row['label']}\n</answer>", {"metadata": row["metadata"]}
+        scored = reward.score(Episode(row["prompt"], response, row["label"], metadata=columns))
         assert scored.value == scored.metrics[row["metadata"]["source_dataset"]] == 1
 
 

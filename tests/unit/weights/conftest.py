@@ -1,4 +1,4 @@
-"""What tests of weight syncs share."""
+"""Fixtures of the tests of weight syncs."""
 
 import pytest
 import torch
