@@ -6,6 +6,7 @@ planner, the dry run and the start of a run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from importlib import metadata
@@ -227,6 +228,7 @@ def divisors(total: int) -> str:
     return ", ".join(str(size) for size in range(1, min(total, 64) + 1) if total % size == 0)
 
 
+@functools.cache  # it parses the package's metadata
 def core_version() -> Version:
     """Return the installed version of megatron-core.
 

@@ -71,7 +71,7 @@ def place(rank: int, parallel: ParallelConfig, world_size: int) -> RankPlace:
     return RankPlace(rank, tp, cp, replica, pp, etp, ep, expert_replica)
 
 
-def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[range]:
     """Return the 0-based layers of each of the pp x vp stages, in forward order.
 
     Stage i is on pipeline rank i % pp.
@@ -79,14 +79,13 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
     ends = accumulate(counts)
-    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
     """Return the layers of one pipeline rank, over its chunks."""
-    return [
-        layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage
-    ]
+    stages = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
+    return [layer for stage in stages for layer in stage]
 
 
 def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:

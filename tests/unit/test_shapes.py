@@ -12,6 +12,7 @@ from megatron_rl.loss.kl import kl_to_reference
 from megatron_rl.loss.ratios import ratio_of
 from megatron_rl.loss.sequences import Sequences
 from megatron_rl.metrics.histogram import tabulate
+from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import zigzag_rows
 from tests.shapes import CHECKED
 
@@ -53,6 +54,11 @@ def test_stand_ins_may_take_the_place_of_what_is_no_tensor():
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_is_checked_exists(name):
     assert importlib.import_module(name)
+
+
+def test_a_function_without_a_shape_is_left_as_it_is():
+    """The planner calls some of them a million times."""
+    assert hasattr(ratio_of, "__wrapped__") and not hasattr(check_compatibility, "__wrapped__")
 
 
 def test_only_pytest_checks():

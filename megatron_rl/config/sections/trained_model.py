@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+BOOLEAN = TypeAdapter(bool)  # made once: making one takes longer than a thousand validations
 
 
 class ModelConfig(Section):
@@ -167,4 +168,4 @@ class MegatronConfig(Section):
 
     def is_on(self, name: str, *, default: bool = False) -> bool:
         """Return a field as core will read it.  Raises ValueError where it is no boolean."""
-        return TypeAdapter(bool).validate_python(self.fields.get(name, default))
+        return BOOLEAN.validate_python(self.fields.get(name, default))
