@@ -96,6 +96,7 @@ def test_offloaded_state_resumes_bit_for_bit(checkpoint, tmp_path):
     run_ranks(run_parts, 2, (save_and_resume, checkpoint, tmp_path, OFFLOADED))
 
 
+@pytest.mark.slow
 def test_state_in_fewer_bits_resumes_bit_for_bit(checkpoint, tmp_path):
     part = (with_fused_adam, save_and_resume, checkpoint, tmp_path, IN_FEWER_BITS)
     run_ranks(run_parts, 2, part)

@@ -67,10 +67,12 @@ def overlapped_equals_plain(checkpoint, layout, lora):
 @pytest.mark.parametrize(
     ("model", "layout", "lora"),
     [
-        ("moe", {}, {}), ("moe", {"ep": 2}, {}), ("moe", {"pp": 2}, {}), ("tied", {}, {}),
-        ("moe", {"ep": 2}, {"rank": 4}),
+        pytest.param("moe", {}, {}, id="dp2", marks=pytest.mark.slow),
+        pytest.param("moe", {"ep": 2}, {}, id="ep2"),
+        pytest.param("moe", {"pp": 2}, {}, id="pp2"),
+        pytest.param("tied", {}, {}, id="tied", marks=pytest.mark.slow),
+        pytest.param("moe", {"ep": 2}, {"rank": 4}, id="adapters"),
     ],
-    ids=["dp2", "ep2", "pp2", "tied", "adapters"],
-)  # fmt: skip
+)
 def test_overlapped_reduction_gives_the_same_weights(checkpoint, model, layout, lora):
     run_ranks(overlapped_equals_plain, 2, checkpoint / model, layout, lora)

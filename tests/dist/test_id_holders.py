@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.rollout.server.ports import free_port
 from tests import continuous_run
@@ -20,6 +22,7 @@ MOST = 24
 engine and replay 5."""
 
 
+@pytest.mark.slow
 def test_an_expert_id_passes_few_files(tmp_path):
     material = make_material(tmp_path, steps=1, layers=SPEC.num_layers)
     continuous_run.make_prompts(tmp_path, 1)

@@ -73,6 +73,7 @@ def share_and_train(material, work):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_384_experts_are_shared_and_replayed(tmp_path):
     shape = {"layers": LAYERS, "experts": EXPERTS["num_experts"], "top_k": EXPERTS["top_k"]}
     material = make_material(tmp_path / "material", steps=1, **shape)

@@ -234,6 +234,7 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     assert "pp2" in text and "recompute full" in text
 
 
+@pytest.mark.slow
 def test_a_model_that_plan_knows_is_proven_by_its_name():
     code, report = torchrun("--model", "qwen3-30b-a3b", "--shrink", "--no-reference", ranks=1)
     assert (code, failed(report)) == (0, [])

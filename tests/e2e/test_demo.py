@@ -75,6 +75,7 @@ def output(demo) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
     assert "up to date" in output and "SGLang" in output
     assert re.search(
@@ -104,6 +105,7 @@ def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
     assert list((demo / "runs/bf16/hf").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_wrong_models_are_refused_in_bf16(demo, output):
     """The rollouts of step 1 are the served checkpoint's: with its weights the parity check passes,
     with wrong ones it does not."""

@@ -59,7 +59,7 @@ def restored(sglang_server, tiny_checkpoint, tmp_path_factory):
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("disk", "colocated")),
     ],
 )
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_server_holds_what_every_rank_sent(
     world, transport, sglang_server, tiny_checkpoint, tmp_path
 ):

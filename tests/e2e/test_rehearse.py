@@ -54,6 +54,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_weights_that_leave_the_gpu_come_back(tmp_path):
     """The swap with the KL reference, and a colocated run's offload, leave the memory as it was."""
     done = rehearse(
@@ -127,6 +128,7 @@ def small(tmp_path_factory):
     return {name: json.loads((folder / name / "rehearsal.json").read_text()) for name in cases}
 
 
+@pytest.mark.slow
 def test_nothing_is_guessed_and_the_plan_agrees(small):
     for name, report in small.items():
         assert report["errors"] == report["not_known"] == report["slow"] == [], name
@@ -134,6 +136,7 @@ def test_nothing_is_guessed_and_the_plan_agrees(small):
             assert abs(planned - peak) <= 0.03 * peak, (name, rank)
 
 
+@pytest.mark.slow
 def test_an_interleaved_pipeline_runs_both_chunks_of_a_rank(small):
     report = small["interleaved"]
     assert report["ranks"] == [0, 1]
@@ -142,12 +145,14 @@ def test_an_interleaved_pipeline_runs_both_chunks_of_a_rank(small):
     assert first == last - SMALL["hidden_size"]  # the final norm
 
 
+@pytest.mark.slow
 def test_ranks_that_are_no_role_take_no_more_memory(small):
     memory = {rank: peak for rank, _, peak, _, _ in small["every rank"]["memory"]}
     assert memory.keys() == {0, 1, 2, 3}
     assert max(memory.values()) <= max(memory[rank] for rank in (0, 2, 3)) + 8192
 
 
+@pytest.mark.slow
 def test_kept_sets_go_to_the_ranks_that_have_their_rows(small):
     copies = [
         num_bytes
@@ -158,6 +163,7 @@ def test_kept_sets_go_to_the_ranks_that_have_their_rows(small):
     assert copies.count(37 * TOP_K * 8) == 2  # ids, and the row of each
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_weights_and_the_optimizers_state(small):
     for rank, item in small["every rank"]["by_rank"].items():
         state, planned = item["checkpoint"], item["planned"]
@@ -167,6 +173,7 @@ def test_a_checkpoint_has_weights_and_the_optimizers_state(small):
         assert memory["peak"] == memory["start"] == memory["end"]
 
 
+@pytest.mark.slow
 def test_saved_rollouts_are_trained_on(small):
     lengths = small["saved"]["by_rank"]["0"]["lengths"]
     assert len(lengths) == PROMPTS * GROUP and lengths == sorted(lengths, reverse=True)
