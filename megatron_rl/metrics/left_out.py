@@ -356,6 +356,7 @@ LEFT_OUT = (
         "Raise the client's time-out, or ask for fewer tokens.",
     ),
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),
+    LeftOut("rollout/after_stop_tokens_total", "tokens after stops", "normal", ANY_AGENT),
     LeftOut("rollout/tool_calls_total", "tool calls", "normal", TOOLS),
     LeftOut("rollout/tool_errors_total", "tool errors", "normal", TOOLS),
     LeftOut("rollout/missing_tool_calls_total", "missing tool calls", "normal", ANY_AGENT),

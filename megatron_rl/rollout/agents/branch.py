@@ -24,6 +24,8 @@ from megatron_rl.rollout.agents.chat import (
 )
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.stops import Match, Stops
+from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.group import Group
 
@@ -43,6 +45,7 @@ class EpisodeOfBranch(Protocol):
     sequence_limit: tuple[int, str] | None
     tokenizer: PreTrainedTokenizerBase
     chat: Chat | None
+    counters: RolloutCounters
     recorded: RecordedTurns
     sample: Callable[[Group], Awaitable[None]]
 
@@ -108,10 +111,14 @@ class Branch:
         return turn
 
     async def sample(
-        self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+        self,
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
     ) -> Turn:
-        """Sample a turn as `generate` does; it becomes part of the sequence by `accept`, or is
-        dropped by `drop`.
+        """Sample a turn as `generate` does, which also ends at one of the texts `stops`; it becomes
+        part of the sequence by `accept`, or is dropped by `drop`.
         """
         session = self._session
         self._check_idle()
@@ -123,18 +130,19 @@ class Branch:
             over = f", and {-left} more observed tokens have no room" if left else ""
             raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
         prompt = replace(session.prompt, id=session.name, token_ids=self.token_ids)
-        limit = min(left, max_tokens or left)
+        limit, texts = min(left, max_tokens or left), Stops(stops, session.tokenizer)
+        stop_token_ids = (*stop_token_ids, *texts.by_token)
         group = Group(
             prompt,
             1,
             max_tokens=limit,
-            stop_token_ids=tuple(stop_token_ids),
+            stop_token_ids=stop_token_ids,
             server=self._server,
             known=self.rollout,
         )
         # an episode that was cut short has this turn, or its beginning: it is not sampled again
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
-            group.put(0, known)
+            group.put(0, self._cut(texts, known)[0])
         self._is_busy, self._asked = True, group
         try:
             if not group.is_complete:
@@ -145,16 +153,28 @@ class Branch:
             self._is_busy = False
             raise
         self._server = session.server = group.server  # it has these tokens in its cache
-        turn = group.rollouts[0]
+        turn, match = self._cut(texts, group.rollouts[0])
+        group.put(0, turn)
         sampled = turn.tokens[turn.prompt_length :]
         response, num_prompt_tokens = tuple(sampled.tolist()), len(prompt.token_ids)
         # of an array `decode` does not check the type of each token
-        text = session.tokenizer.decode(sampled, skip_special_tokens=True)
+        text = (
+            match.before if match else session.tokenizer.decode(sampled, skip_special_tokens=True)
+        )
         read = None
         if session.chat is not None:
             read = partial(self.read, session.chat, num_prompt_tokens, response)
         logprobs = tuple(turn.rollout_logprobs.tolist())
-        return Turn(text, response, turn.finish_reason, num_prompt_tokens, read, logprobs=logprobs)
+        return Turn(
+            text, response, turn.finish_reason, num_prompt_tokens, read, logprobs=logprobs,
+            stop=None if match is None else match.stop,
+        )  # fmt: skip
+
+    def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match | None]:
+        """Cut the turn at its first stop text, and count what is left out."""
+        cut, match = stops.cut(turn)
+        self._session.counters.after_stop_tokens += turn.response_length - cut.response_length
+        return cut, match
 
     def accept(self, turn: Turn) -> None:
         """Continue the sequence with `turn`, which `sample` returned."""

@@ -128,8 +128,11 @@ class Conversations:
         *,
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
     ) -> Turn:
-        """Sample a turn as `generate` does, and add it to `answers` of `reading`."""
+        """Sample a turn as `generate` does, which also ends at one of the texts `stops`, and add it
+        to `answers` of `reading`.
+        """
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
             raise ValueError(
                 f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has"
@@ -148,7 +151,9 @@ class Conversations:
             branch = self._branch(self._chat.render(messages, tools.schemas))
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, digests[-1], thinking))
-        turn = await branch.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        turn = await branch.sample(
+            max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
+        )
         read = partial(
             branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas
         )

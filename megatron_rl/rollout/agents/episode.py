@@ -11,6 +11,7 @@ from typing import Protocol
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Message, Reply
+from megatron_rl.rollout.agents.stops import reply_before
 from megatron_rl.rollout.agents.tools import Tools
 
 Observation = str | Sequence[int] | Sequence[Message]
@@ -54,6 +55,9 @@ class Turn:
     """The tools that its prompt described."""
     logprobs: tuple[float, ...] = field(default=(), repr=False)
     """log mu of its tokens."""
+    stop: str | None = None
+    """The text of the request's stops that ended it.  It is not part of `text` and `reply`, and its
+    tokens are the last of `token_ids`."""
 
     @cached_property
     def reply(self) -> Reply:
@@ -63,7 +67,8 @@ class Turn:
                 "a turn's reply and message need agent.renderer, the format of the model's chat;"
                 " set it"
             )
-        return self.read()
+        reply = self.read()
+        return reply if self.stop is None else reply_before(reply, self.stop)
 
     @property
     def message(self) -> dict[str, object]:

@@ -94,19 +94,19 @@ class MessagesRequest(CountRequest):
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         (turn,) = turns
-        reason, stop = self._stop(turn, tokenizer)
+        reason = stop_reason(turn)
         return {
             **self._head(),
             "content": blocks_of(turn),
             "stop_reason": reason,
-            "stop_sequence": stop,
+            "stop_sequence": turn.stop,
             "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": len(turn.token_ids)},
         }
 
     def events(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         """Yield the answer with one delta for each block, after it was sampled."""
         (turn,) = turns
-        reason, stop = self._stop(turn, tokenizer)
+        reason = stop_reason(turn)
         used: Json = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
         start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         yield event("message_start", message={**start, "usage": used})
@@ -116,7 +116,7 @@ class MessagesRequest(CountRequest):
             for delta in deltas:
                 yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
-        end = {"stop_reason": reason, "stop_sequence": stop}
+        end = {"stop_reason": reason, "stop_sequence": turn.stop}
         yield event("message_delta", delta=end, usage={"output_tokens": len(turn.token_ids)})
         yield event("message_stop")
 
@@ -124,14 +124,14 @@ class MessagesRequest(CountRequest):
         name = f"msg_{uuid.uuid4().hex}"
         return {"id": name, "type": "message", "role": "assistant", "model": self.model}
 
-    def _stop(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
-        """Return why the turn ended, and the text of stop_sequences that ended it."""
-        if turn.finish_reason == "length":
-            return "max_tokens", None
-        for stop in self.stop_sequences:
-            if tokenizer.encode(stop, add_special_tokens=False) == [turn.token_ids[-1]]:
-                return "stop_sequence", stop
-        return ("tool_use" if "tool_calls" in turn.message else "end_turn"), None
+
+def stop_reason(turn: Turn) -> str:
+    """Return why the turn ended."""
+    if turn.finish_reason == "length":
+        return "max_tokens"
+    if turn.stop is not None:
+        return "stop_sequence"
+    return "tool_use" if "tool_calls" in turn.message else "end_turn"
 
 
 def read_request(

@@ -48,7 +48,7 @@ class Question:
     limit: int | None = None
     """Longest turn; None: as long as the context allows."""
     stops: Sequence[str] = ()
-    """Texts of one token each that end the turn."""
+    """Texts that end the turn."""
     n: int = 1
     """Number of turns, side by side."""
 
@@ -77,14 +77,13 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
     """
     try:
         tools = Tools(asked.tools, asked.must_call)
-        stops = [stop_token(session.tokenizer, stop) for stop in asked.stops]
+        if "" in asked.stops:
+            raise ApiError(400, "stop = '': must be a text; remove it", param="stop")
         sample, reading = session.conversations.sample, session.conversations.reading
         with reading() as read:
             tasks = [
                 asyncio.create_task(
-                    sample(
-                        read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops
-                    )
+                    sample(read, asked.messages, tools, max_tokens=asked.limit, stops=asked.stops)
                 )
                 for _ in range(asked.n)
             ]
@@ -106,19 +105,6 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
         raise ApiError(
             400, str(error), param="tools" if str(error).startswith("tools") else "messages"
         ) from error
-
-
-def stop_token(tokenizer: PreTrainedTokenizerBase, stop: str) -> int:
-    """Return the token of a stop text.  Raises ApiError for a text of several."""
-    ids = tokenizer.encode(stop, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ApiError(
-            400,
-            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the"
-            " end of a line, a special token, or max_tokens",
-            param="stop",
-        )
-    return int(ids[0])
 
 
 def num_tokens(session: Session, asked: Question) -> int:

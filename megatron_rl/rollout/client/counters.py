@@ -80,6 +80,8 @@ class RolloutCounters:
     answer was written: they are not learned from."""
     unread_tokens: int = 0
     """Tokens of unread_turns."""
+    after_stop_tokens: int = 0
+    """Tokens that were sampled after a stop text of several tokens, and are left out."""
     tool_calls: int = 0
     """Tool calls that the model wrote where it was given tools."""
     tool_errors: int = 0

@@ -129,7 +129,6 @@ REFUSED = {
     "disable_parallel_tool_use = True": {
         "tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}
     },
-    "stop = 'ab': is 2 tokens, must be one": {"stop_sequences": ["ab"]},
     "max_tokens = 0": {"max_tokens": 0},
     "inference_geo = 'eu': is not known here": {"extra_body": {"inference_geo": "eu"}},
 }  # fmt: skip
