@@ -116,7 +116,7 @@ check: linters
 
 test: install browser
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
-	$(RUN) pytest -m "not slow" -n $(JOBS) --dist worksteal tests/dist tests/e2e tests/te $(PYTEST_ARGS)
+	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/e2e tests/dist tests/te $(PYTEST_ARGS)
 
 test-slow: install browser
 	$(RUN) pytest -m slow $(PYTEST_ARGS)

@@ -274,6 +274,7 @@ def test_limit():
 }
 
 
+@pytest.mark.slow
 def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
     """Also those of a constant that another module reads, of a function that runs at import, and
     one that never ends.

@@ -230,6 +230,7 @@ def test_where_a_pod_has_no_plan_all_replicas_plan_together_or_all_raise():
         assert len(set(refused)) == 1 and words in refused[0]
 
 
+@pytest.mark.slow
 def test_1024_replicas_rarely_wait_for_each_other():
     """The plan of one pod, without the all-reduces: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])

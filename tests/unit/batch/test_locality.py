@@ -172,7 +172,9 @@ def test_the_pod_that_has_cost_least_gets_the_longest():
     assert assign_pods(Work(rows, 100, 0), np.zeros(6, int), 2, 2).tolist() == [0, 1, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("lognormal", 0.62), ("groups", 0.70)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [pytest.param("lognormal", 0.62, marks=pytest.mark.slow), ("groups", 0.70)]
+)
 def test_512_replicas_move_few_sequences_and_rarely_wait(kind, most):
     """With every pod dealt the same mix in zigzag order, without regard to owners, 0.94 of the
     tokens moved.

@@ -60,6 +60,7 @@ def test_every_work_around_has_a_test():
     assert [function.__name__ for function in sglang_cpu.WORK_AROUNDS] == list(NEEDED)
 
 
+@pytest.mark.slow
 def test_with_all_work_arounds_sglang_imports_and_allocates():
     result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}")
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]

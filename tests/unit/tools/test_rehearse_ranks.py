@@ -44,7 +44,13 @@ def test_some_ranks_of_a_world_are_enough():
     assert results["3"][0][3] == {"rank": 3}
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+QUICK = ("skips", "size", "reduction", "ends early")
+"""The others are slow: each starts four processes."""
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in FAULTS]
+)
 def test_a_fault_is_named_with_both_ranks_and_lines(kind):
     text = rehearsed(kind)
     assert isinstance(text, str), f"{kind}: no disagreement"

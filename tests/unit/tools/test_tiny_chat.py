@@ -170,6 +170,7 @@ def test_sums_are_asked_as_reasoning_gym_asks_and_answered_rightly():
         assert int(turn) == sum(map(int, re.findall("[+-]?[0-9]", expression.replace(" ", ""))))
 
 
+@pytest.mark.slow
 def test_a_fifth_of_the_examples_with_a_tool_answers_at_once(stages):
     (first, short), (second, complete) = stages
     assert first == 0 < second and not any(example.tools for example in short)
