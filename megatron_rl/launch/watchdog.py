@@ -141,7 +141,10 @@ class Watchdog:
         self._thread.join(2 * HEARTBEAT_SECONDS)
         self._state = self._state._replace(stage=FAILED if message else ENDED)
         try:
-            self._request(lambda: self._leave(message))
+            # an interrupted rank 0 leaves at once: a rank that waits for it in a collective notices
+            # its own interrupt only when the connection closes
+            patience = LOST_HEARTBEATS if error is None or isinstance(error, Exception) else 1
+            self._request(lambda: self._leave(message, patience * HEARTBEAT_SECONDS))
         except RuntimeError as gone:
             self._print(f"rank {self.rank}: the job's store is gone: {gone}")
         self._ended.set()
@@ -156,11 +159,11 @@ class Watchdog:
         # rank 0 needs time to find the rank that missed LOST_HEARTBEATS, and this one to read that
         self._thread.join((2 * LOST_HEARTBEATS + 4) * HEARTBEAT_SECONDS)
 
-    def _leave(self, message: str) -> None:
+    def _leave(self, message: str, patience: float) -> None:
         """Send the last heartbeat.
 
-        Rank 0, whose process may have the store, waits for the others: they read there why it
-        fails.
+        Rank 0, whose process may have the store, waits `patience` seconds for the others: they read
+        there why it fails.
         """
         self._beat(time.monotonic(), message)
         # the others may go: rank 0 alone may serve the store
@@ -168,7 +171,7 @@ class Watchdog:
             return
         if message:
             self._store.set("verdict", f"rank 0 stopped in {message}")
-        until = time.monotonic() + LOST_HEARTBEATS * HEARTBEAT_SECONDS
+        until = time.monotonic() + patience
         while time.monotonic() < until and any(
             b.stage not in (ENDED, FAILED) for b in self._read_all().values()
         ):

@@ -268,6 +268,19 @@ def test_a_store_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
     assert f"({HOST}, last in start-up" in verdicts[0]
 
 
+def test_an_interrupted_rank_0_does_not_wait_for_ranks_that_wait_for_it(tmp_path, monkeypatch):
+    """They are in a collective, and notice their own interrupt when rank 0 has gone."""
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "LOST_HEARTBEATS", 1000)
+    dogs = make(2, tmp_path)
+    dogs[1].enter("weight_sync", 1)
+    dogs[1].tick(0)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), dogs[0]:
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 60, "200 s otherwise"
+
+
 def test_a_rank_that_has_ended_is_not_missed(tmp_path):
     dogs = make(2, tmp_path)
     with dogs[1]:
