@@ -82,7 +82,7 @@ class Timeline:
             if self._next[rank] < len(events)
         }
         if waiting:
-            calls = [self._calls[rank, event[2]][1] for rank, event in waiting.items()]
+            calls = [self._calls[rank, event[2]][1] for rank, event in sorted(waiting.items())]
             lines = [f"  rank {c['rank']} waits in {c['operation']} at {c['place']}" for c in calls]
             raise Deadlock("\n".join(["ranks wait for one another:", *lines]))
         return self.spans
