@@ -1,4 +1,4 @@
-"""Where a loss over the teacher's top-k tokens leads the student, by enumeration: no sampling.
+"""Find the student at which losses over the teacher's top-k tokens end, by enumeration.
 
     OMP_NUM_THREADS=1 python -m benchmarks.top_k_bias [--vocabulary 64] [--seeds 3] [--k 1 4 16]
 
@@ -6,14 +6,14 @@ One next token, student p_S and teacher p_T over a small vocabulary, K the k mos
 the teacher, M their mass p_T(K), all in float64.  Sums run over v in K, of probabilities as they
 are, not renormalised:
 
-    reverse, truncated      sum p_S (log p_S - log p_T)                least at p_S(K) = M / e
+    reverse, truncated      sum p_S (log p_S - log p_T)                minimum at p_S(K) = M / e
     reverse, renormalised   KL(p_S(.|K) || p_T(.|K))                   does not see p_S(K)
-    reverse, generalised    sum p_S (log p_S - log p_T) - p_S + p_T    least at p_S = p_T on K
-    forward, truncated      sum p_T (log p_T - log p_S)                least at p_S(K) = 1
-    forward, generalised    sum p_T (log p_T - log p_S) - p_T + p_S    least at p_S = p_T on K
+    reverse, generalised    sum p_S (log p_S - log p_T) - p_S + p_T    minimum at p_S = p_T on K
+    forward, truncated      sum p_T (log p_T - log p_S)                minimum at p_S(K) = 1
+    forward, generalised    sum p_T (log p_T - log p_S) - p_T + p_S    minimum at p_S = p_T on K
 
 The third is MOPD's (arXiv 2606.30406, Eq. 5); the last is the same with p_S and p_T exchanged.
-The truncated reverse form at p_S = m p_T(.|K) on K is m log(m / M), least at m = M / e.
+The truncated reverse form at p_S = m p_T(.|K) on K is m log(m / M), with its minimum at m = M / e.
 
     slope    |d loss / d logits| where the student is the teacher: 0 without bias
     mass     p_S(K) / M where L-BFGS ends, from a student that is not the teacher: 1 without bias

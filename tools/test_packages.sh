@@ -7,11 +7,11 @@ cd "$(dirname "$0")/.."
 
 VENV="${VENV:-.venv}"
 name="$1" tests="$2"
-own=".venv-$name"
-if [[ ! -x "$own/bin/python" ]]; then
-    "$VENV/bin/python" -m venv "$own"
+environment=".venv-$name"
+if [[ ! -x "$environment/bin/python" ]]; then
+    "$VENV/bin/python" -m venv "$environment"
     folder() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-    folder "$VENV" >"$(folder "$own")/of_the_project.pth"
+    folder "$VENV" >"$(folder "$environment")/of_the_project.pth"
 fi
-"$own/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps -r "requirements-$name.txt"
-OMP_NUM_THREADS=1 "$own/bin/python" -m pytest "$tests" "${@:3}"
+"$environment/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps -r "requirements-$name.txt"
+OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest "$tests" "${@:3}"

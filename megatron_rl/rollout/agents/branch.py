@@ -24,7 +24,7 @@ from megatron_rl.rollout.agents.chat import (
 )
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
-from megatron_rl.rollout.agents.stops import Match, Stops
+from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.group import Group
@@ -155,22 +155,17 @@ class Branch:
         self._server = session.server = group.server  # it has these tokens in its cache
         turn, match = self._cut(texts, group.rollouts[0])
         group.put(0, turn)
-        sampled = turn.tokens[turn.prompt_length :]
-        response, num_prompt_tokens = tuple(sampled.tolist()), len(prompt.token_ids)
-        # of an array `decode` does not check the type of each token
-        text = (
-            match.before if match else session.tokenizer.decode(sampled, skip_special_tokens=True)
-        )
-        read = None
+        response = tuple(turn.tokens[turn.prompt_length :].tolist())
+        num_prompt_tokens, read = len(prompt.token_ids), None
         if session.chat is not None:
-            read = partial(self.read, session.chat, num_prompt_tokens, response)
+            read = partial(self._read, session.chat, num_prompt_tokens, response, match.after)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         return Turn(
-            text, response, turn.finish_reason, num_prompt_tokens, read, logprobs=logprobs,
-            stop=None if match is None else match.stop,
+            match.before, response, turn.finish_reason, num_prompt_tokens, read,
+            logprobs=logprobs, stop=match.stop,
         )  # fmt: skip
 
-    def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match | None]:
+    def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match]:
         """Cut the turn at its first stop text, and count what is left out."""
         cut, match = stops.cut(turn)
         self._session.counters.after_stop_tokens += turn.response_length - cut.response_length
@@ -193,13 +188,20 @@ class Branch:
         dropped, self._is_busy, self._asked = self._unaccepted, False, None
         return 0 if dropped is None else dropped.response_length
 
-    def read(
-        self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()
+    def _read(
+        self,
+        chat: Chat,
+        start: int,
+        response: Sequence[int],
+        after: str,
+        tools: Sequence[Schema] = (),
     ) -> Reply:
         """Parse the turn `response`, which begins at token `start`: a turn keeps no copy of its
         input.
+
+        after: the end of its text that is no part of the reply.
         """
-        return chat.parse(self._tokens[:start], response, tools)
+        return reply_before(chat.parse(self._tokens[:start], response, tools), after)
 
     def _with(self, turn: Rollout) -> Rollout:
         """Return the sequence so far with `turn`, complete or cut short."""

@@ -154,9 +154,8 @@ class Conversations:
         turn = await branch.sample(
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
         )
-        read = partial(
-            branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas
-        )
+        assert turn.read is not None  # the session has a chat format
+        read = partial(turn.read, tools=tools.schemas)
         answer.turn = replace(turn, tools=tools, read=read)
         return answer.turn
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Message, Reply
-from megatron_rl.rollout.agents.stops import reply_before
 from megatron_rl.rollout.agents.tools import Tools
 
 Observation = str | Sequence[int] | Sequence[Message]
@@ -49,8 +48,9 @@ class Turn:
     """stop, or length at `max_tokens`."""
     num_prompt_tokens: int = 0
     """Number of tokens of its input."""
-    read: Callable[[], Reply] | None = field(default=None, repr=False, compare=False)
-    """Parses it in the model's chat format, when `reply` is first asked for."""
+    read: Callable[..., Reply] | None = field(default=None, repr=False, compare=False)
+    """Parses it in the model's chat format, when `reply` is first asked for.  It takes the `tools`
+    that the prompt described."""
     tools: Tools = field(default=NO_TOOLS, repr=False, compare=False)
     """The tools that its prompt described."""
     logprobs: tuple[float, ...] = field(default=(), repr=False)
@@ -67,8 +67,7 @@ class Turn:
                 "a turn's reply and message need agent.renderer, the format of the model's chat;"
                 " set it"
             )
-        reply = self.read()
-        return reply if self.stop is None else reply_before(reply, self.stop)
+        return self.read()
 
     @property
     def message(self) -> dict[str, object]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +23,13 @@ from megatron_rl.rollout.agents.recorded import part
 
 
 class Match(NamedTuple):
-    """Where a turn ended at a stop text."""
+    """The text of some tokens, without special tokens, split at the first stop text in it."""
 
     before: str
-    """The turn's text before it."""
-    stop: str
+    """All of the text where it has no stop text."""
+    stop: str | None
+    after: str
+    """The stop text, and what follows it."""
 
 
 @dataclass(frozen=True)
@@ -36,55 +39,62 @@ class Stops:
     texts: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
 
-    @property
+    @cached_property
     def by_token(self) -> dict[int, str]:
         """The texts of one token, at which servers stop, by this token."""
-        encoded = {
-            text: self.tokenizer.encode(text, add_special_tokens=False) for text in self.texts
-        }
+        encode = self.tokenizer.encode
+        encoded = {text: encode(text, add_special_tokens=False) for text in self.texts}
         return {int(ids[0]): text for text, ids in encoded.items() if len(ids) == 1}
 
-    def cut(self, turn: Rollout) -> tuple[Rollout, Match | None]:
-        """Return the turn up to the token that completes the first match, with finish_reason stop;
-        the turn as it is, and None, where nothing matches.
+    def cut(self, turn: Rollout) -> tuple[Rollout, Match]:
+        """Return the turn up to the token that completes the first stop text, with finish_reason
+        stop, and its text; the turn as it is where it has no stop text.
 
         turn: complete, or the beginning of one (finish_reason abort), which a match completes.
         """
         sampled = turn.tokens[turn.prompt_length :]
-        if not self.texts or self.match(sampled) is None:
-            return turn, None
-        # in the first n tokens there is a match from some n on
-        count = bisect_left(
-            range(len(sampled)), True, key=lambda n: self.match(sampled[:n]) is not None
-        )
+        if (whole := self.match(sampled)).stop is None:
+            return turn, whole
+
+        def is_complete(count: int) -> bool:
+            return self.match(sampled[:count]).stop is not None
+
+        # a beginning is complete from some number of tokens on.  Doubling it first, a long turn
+        # with a stop text at its start is not decoded again and again
+        most = 1
+        while most < len(sampled) and not is_complete(most):
+            most *= 2
+        tokens = range(min(most, len(sampled)))
+        count = bisect_left(tokens, True, lo=most // 2, key=is_complete)
         start = turn.prompt_length
         return part(turn, start, start + count, 0, "stop"), self.match(sampled[:count])
 
-    def match(self, token_ids: np.ndarray) -> Match | None:
-        """Return the match that ends first, of these the longest; None without one."""
+    def match(self, token_ids: np.ndarray) -> Match:
+        """Split the text at the stop text that ends first, of these the longest.
+
+        token_ids: int [n].
+        """
+        # of an array `decode` does not check the type of each token
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        matches = [
-            Match(text[:place], stop) for stop in self.texts if (place := text.find(stop)) >= 0
-        ]
-        if matches:
-            return min(
-                matches, key=lambda match: (len(match.before) + len(match.stop), match.before)
-            )
+        places = [(place, stop) for stop in self.texts if (place := text.find(stop)) >= 0]
+        if places:
+            place, stop = min(places, key=lambda item: (item[0] + len(item[1]), item[0]))
+            return Match(text[:place], stop, text[place:])
         # a special token has no text
         special = self.by_token.get(int(token_ids[-1])) if len(token_ids) else None
-        return None if special is None else Match(text, special)
+        return Match(text, special, "")
 
 
-def reply_before(reply: Reply, stop: str) -> Reply:
-    """Return the reply without the stop text that ended it, and what follows it in its token."""
-    content, reasoning = text_before(reply.content, stop), text_before(reply.reasoning or "", stop)
-    return replace(reply, content=content, reasoning=None if reply.reasoning is None else reasoning)
+def reply_before(reply: Reply, after: str) -> Reply:
+    """Return the reply without `after`, with which its text ends.
 
-
-def text_before(text: str, stop: str) -> str:
-    """Return the text before the stop text; all of it where it is in another part of the reply."""
-    place = text.find(stop)
-    if place < 0 and stop.strip():
-        # formats strip spaces and line ends around a text, the stop's own among them
-        place = text.rfind(stop.strip())
-    return text if place < 0 else text[:place]
+    Formats strip spaces and line ends around content and thinking, those of `after` among them.
+    What lies in a tool call stays there.
+    """
+    name = "content" if reply.content else "reasoning"
+    text: str = getattr(reply, name) or ""
+    for end in (after, after.rstrip(), after.strip()):
+        if end and text.endswith(end):
+            kept = text.removesuffix(end)
+            return replace(reply, content=kept) if reply.content else replace(reply, reasoning=kept)
+    return reply

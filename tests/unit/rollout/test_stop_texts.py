@@ -82,10 +82,10 @@ def test_a_turn_is_cut_where_a_stop_is_complete_for_the_first_time(seed):
     cut, match = Stops(stops, BYTE_PAIRS).cut(turn)
     count = brute_force(tokens, stops)
     if count is None:
-        assert cut is turn and match is None
+        assert cut is turn and match == (text, None, "")
         return
     whole = BYTE_PAIRS.decode(tokens[:count], skip_special_tokens=True)
-    assert whole.startswith(match.before + match.stop)
+    assert whole == match.before + match.after and match.after.startswith(match.stop)
     assert not any(stop in match.before for stop in stops)
     assert (cut.finish_reason, cut.prompt_length) == ("stop", PROMPT)
     assert cut.tokens.tolist() == turn.tokens[: PROMPT + count].tolist()
@@ -99,7 +99,17 @@ def test_a_turn_is_cut_where_a_stop_is_complete_for_the_first_time(seed):
 def test_of_two_stops_that_end_together_the_longer_one_is_named():
     tokens = BYTE_PAIRS.encode("a stop: b", add_special_tokens=False)
     _, match = Stops(["top:", "stop:", "b"], BYTE_PAIRS).cut(turn_of(tokens))
-    assert match == ("a ", "stop:")
+    assert match[:2] == ("a ", "stop:")
+
+
+def test_of_two_stops_in_one_token_the_one_that_ends_first_is_named():
+    texts = [BYTE_PAIRS.decode([token]) for token in range(len(BYTE_PAIRS))]
+    text = max((text for text in texts if text.isascii() and text != "<end>"), key=len)
+    assert len(text) >= 3
+    tokens = BYTE_PAIRS.encode(text, add_special_tokens=False)
+    cut, match = Stops([text, text[1]], BYTE_PAIRS).cut(turn_of(tokens))
+    assert cut.response_length == len(tokens) == 1
+    assert match == (text[0], text[1], text[1:])
 
 
 def test_a_special_token_has_no_text_and_ends_a_turn():
@@ -108,21 +118,24 @@ def test_a_special_token_has_no_text_and_ends_a_turn():
     assert stops.by_token == {end: "<end>"}
     tokens = [*BYTE_PAIRS.encode("the", add_special_tokens=False), end]
     cut, match = stops.cut(turn_of(tokens, "stop"))
-    assert cut.tokens[-1] == end and match == ("the", "<end>")
+    assert cut.tokens[-1] == end and match == ("the", "<end>", "")
 
 
 @pytest.mark.parametrize(
-    ("reply", "stop", "expected"),
+    ("reply", "after", "expected"),
     [
-        (Reply("one STOP: x", None, ()), "STOP:", ("one ", None)),
-        (Reply("STOP: one STOP:", None, ()), "\nSTOP:\n", ("STOP: one ", None)),  # stripped
+        (Reply("one STOP: x", None, ()), "STOP: x", ("one ", None)),
+        (Reply("STOP: one STOP:", None, ()), "STOP:\n", ("STOP: one ", None)),
+        (Reply("STOP:", None, ()), "\nSTOP:\n", ("", None)),
+        (Reply("one\n\nSTOP:", "STOP: thought", ()), "\n\nSTOP:", ("one", "STOP: thought")),
         (Reply("", "thinks STOP", ()), "STOP", ("", "thinks ")),
         (Reply("one", "thought", ()), "\n\n", ("one", "thought")),
-        (Reply("one", None, ()), "<|im_end|>", ("one", None)),
+        (Reply("one", None, ()), "", ("one", None)),
+        (Reply("", None, ()), "STOP", ("", None)),
     ],
 )
-def test_a_reply_ends_before_the_stop(reply, stop, expected):
-    before = reply_before(reply, stop)
+def test_a_reply_ends_before_the_stop(reply, after, expected):
+    before = reply_before(reply, after)
     assert (before.content, before.reasoning) == expected
 
 
@@ -198,6 +211,8 @@ def test_what_follows_a_stop_is_neither_returned_nor_learned_from(function):
             (tuple(answer["output_ids"]), answer["meta_info"]["output_token_logprobs"])
             for answer in server.served.values()
         ]
+    # two choices, of which the first was continued, and the stream
+    assert len(rollout.sequences) == (3 if function is stops_at_texts else 1)
     cut_turns = 0
     for sequence in rollout.sequences:
         taken = 0
