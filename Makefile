@@ -24,7 +24,7 @@ make doctor     checks this machine and its packages   [ARGS='--config F.toml --
 make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']
 make check      the linters, and the unit tests of what the branch changed (minutes)   [BASE=main] [JOBS=3]
 make format     ruff's automatic fixes: format, order of imports
-make test       every test except the slow ones, three at a time   [PYTEST_ARGS=-x] [JOBS=3]
+make test       every test except the slow ones; unit tests three at a time, others two   [PYTEST_ARGS=-x] [JOBS=3]
 make docs       the documentation site, in build/site; fails on a broken link
 endef
 
@@ -116,7 +116,7 @@ check: linters
 
 test: install browser
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
-	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/e2e tests/dist tests/te $(PYTEST_ARGS)
+	$(RUN) pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e tests/dist tests/te $(PYTEST_ARGS)
 
 test-slow: install browser
 	$(RUN) pytest -m slow $(PYTEST_ARGS)
