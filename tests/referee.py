@@ -155,14 +155,22 @@ def response_logprobs(
     model: torch.nn.Module, rollout: Rollout, temperature: float, routes: list[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(log pi [n] of the response's tokens, the ids [S, K] that each MoE layer used)."""
+    logprobs, used = response_distributions(model, rollout, temperature, routes)
+    tokens = torch.from_numpy(rollout.tokens[rollout.prompt_length :])
+    return logprobs.gather(1, tokens[:, None])[:, 0], used
+
+
+def response_distributions(
+    model: torch.nn.Module, rollout: Rollout, temperature: float, routes: list[Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """(log pi [n, V] in the places of the response's tokens, the ids that each layer used)."""
     tokens = torch.from_numpy(rollout.tokens)
     used: dict[int, list[Tensor]] = {}
     with forced(model, routes), expert_calls(model, used):
         logits = model(tokens[None], use_cache=False).logits[0]
     logprobs = (logits.double() / temperature).log_softmax(-1)
-    first = rollout.prompt_length
-    expected = logprobs[first - 1 : -1].gather(1, tokens[first:, None])[:, 0]
-    return expected, [ids[0] for _, ids in sorted(used.items())]
+    places = slice(rollout.prompt_length - 1, -1)
+    return logprobs[places], [ids[0] for _, ids in sorted(used.items())]
 
 
 def rollout_routes(rollout: Rollout) -> list[Tensor]:

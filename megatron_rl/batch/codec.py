@@ -25,7 +25,10 @@ from megatron_rl.records import (
     version_spans,
 )
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.teacher_scores import TeacherTop
 
+TOP_KINDS = ("teacher_top_sizes", "teacher_top_codes", "teacher_top_logprobs")
+"""Kinds of the arrays of Rollout.teacher_top."""
 ALIGNMENT = 16
 """Every array starts at a multiple of this number of bytes, so that views of any dtype are aligned.
 """
@@ -65,6 +68,8 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     mask_sizes      uint16 [R], with kept sets (see SamplingMask)
     mask_codes      uint8 [bytes], with kept sets
     teacher_logprobs  float32 [R], where a teacher has scored the sequence
+    teacher_top_sizes, _codes, _logprobs  uint16 [R], uint8 [bytes], float32 [R * K], its most
+                    probable tokens (see TeacherTop), with loss.teacher_form other than token
     episode_digest  uint8 [16], where the sequence ends an episode of several
     """
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
@@ -82,6 +87,9 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
         }
     if rollout.teacher_logprobs is not None:
         arrays["teacher_logprobs"] = rollout.teacher_logprobs
+    if (top := rollout.teacher_top) is not None:
+        parts = (top.sets.sizes, top.sets.codes, top.logprobs)
+        arrays |= dict(zip(TOP_KINDS, parts, strict=True))
     if rollout.episode.digest is not None:
         arrays["episode_digest"] = np.frombuffer(rollout.episode.digest, np.uint8)
     return arrays
@@ -136,6 +144,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         environment=environment,
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
         teacher_logprobs=teacher_of(array("teacher_logprobs"), len(logprobs), header["id"]),
+        teacher_top=to_top([array(kind) for kind in TOP_KINDS], len(logprobs), header["id"]),
         reward_metrics=header.get("reward_metrics", {}),
         episode=EpisodeRecord(
             reward=header.get("reward"),
@@ -187,6 +196,21 @@ def teacher_of(logprobs: np.ndarray | None, num_sampled: int, name: str) -> np.n
             " tokens; record it again"
         )
     return logprobs
+
+
+def to_top(arrays: Sequence[np.ndarray | None], num_sampled: int, name: str) -> TeacherTop | None:
+    """Return Rollout.teacher_top from its arrays; ValueError where they do not fit."""
+    sizes, codes, logprobs = arrays
+    if sizes is None or codes is None or logprobs is None:
+        if any(array is not None for array in arrays):
+            raise ValueError(
+                f"rollout {name}: a part of its teacher's tokens is missing; record it again"
+            )
+        return None
+    try:
+        return TeacherTop(SamplingMask(sizes, codes), logprobs).check(num_sampled)
+    except ValueError as error:
+        raise ValueError(f"rollout {name}: {error}; record it again") from error
 
 
 def check_origin(rollout: Rollout) -> Rollout:

@@ -10,7 +10,7 @@ Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.teacher_scores import TeacherTop
 
 TEACHER_COLUMNS = ("teacher_logprobs", "teacher_weights")
 """Columns of micro-batches with a sequence that a teacher has scored."""
@@ -115,6 +116,7 @@ def pack(
     for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
     masks, set_index = pack_masks([sample.rollout for sample in samples], boundaries)
+    tops, top_index = pack_tops(samples, boundaries, columns["loss_mask"])
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         # int32, as attention kernels take them
@@ -123,7 +125,8 @@ def pack(
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
         set_index=set_index,
-        kept=None,
+        teacher_tops=tops,
+        top_index=top_index,
     )
 
 
@@ -205,13 +208,39 @@ def pack_masks(
             f"rollouts {missing} have no kept sets but others of the same micro-batch do; all or"
             " none must have them"
         )
-    # row -> the number of the sampled token that it predicts, over all masks end to end; -1: none
+    return masks, torch.from_numpy(
+        number_tokens(zip(rollouts, boundaries, strict=False), boundaries)
+    )
+
+
+def pack_tops(
+    samples: Sequence[Sample], boundaries: np.ndarray, loss_mask: np.ndarray
+) -> tuple[tuple[TeacherTop, ...] | None, torch.Tensor | None]:
+    """Return PackedBatch.teacher_tops and top_index; (None, None) where no sample has any."""
+    placed, tops = [], []
+    for sample, start in zip(samples, boundaries, strict=False):
+        top = sample.rollout.teacher_top
+        if sample.teacher_weight and top is not None:
+            placed.append((sample.rollout, start))
+            tops.append(top)
+    if not tops:
+        return None, None
+    tokens = number_tokens(placed, boundaries)
+    return tuple(tops), torch.from_numpy(np.where(loss_mask, tokens, -1))
+
+
+def number_tokens(placed: Iterable[tuple[Rollout, int]], boundaries: np.ndarray) -> np.ndarray:
+    """Return int64 [T]: for every row the number of the sampled token that it predicts, counted
+    over the sampled tokens of all rollouts end to end; -1: none.
+
+    placed: rollouts and their first rows.
+    """
     tokens, first = np.full(int(boundaries[-1]), -1, np.int64), 0
-    for rollout, start in zip(rollouts, boundaries, strict=False):
+    for rollout, start in placed:
         count = rollout.response_length
         tokens[start + rollout.sampled - 1] = np.arange(first, first + count)
         first += count
-    return masks, torch.from_numpy(tokens)
+    return tokens
 
 
 def check_rollout(rollout: Rollout) -> None:
@@ -271,6 +300,11 @@ def check_sample(sample: Sample) -> None:
         )
     if not np.isfinite(logprobs).all():
         raise ValueError(f"rollout {rollout.id}: a log-prob of its teacher is not finite")
+    if rollout.teacher_top is not None:
+        try:
+            rollout.teacher_top.check(rollout.response_length)
+        except ValueError as error:
+            raise ValueError(f"rollout {rollout.id}: {error}") from error
 
 
 def check_environment_tokens(rollout: Rollout) -> None:

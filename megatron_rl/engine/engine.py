@@ -17,18 +17,13 @@ from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.forward import Pipeline, RolloutRoutes, to_device
-from megatron_rl.engine.fused_logprobs import (
-    HeadSettings,
-    defer_lm_head,
-    fused_kept_logprobs,
-    lm_head_weight,
-)
-from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, defer_lm_head
 from megatron_rl.engine.lora import add_adapters, open_peft
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens, with_teachers
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
+from megatron_rl.engine.output_logprobs import OutputLogprobs
 from megatron_rl.engine.pass_results import ObserveTokens, OldPass, ReplayMode
 from megatron_rl.engine.provider import NativeProvider, make_provider
 from megatron_rl.engine.reference import Reference
@@ -130,9 +125,25 @@ class Engine:
         elif cfg.loss.kl_coef:
             # a copy of the weights as loaded: take it before anything changes them
             self._with_reference = Reference(self.chunks, self.parallel.device).in_place
+        self._token_logprobs = self._output_logprobs()
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
         self.offload = Offload(self.models, self.optimizer.core, self.parallel.device)
+
+    def _output_logprobs(self) -> OutputLogprobs:
+        vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
+        group, fused = self.parallel.tp_group, None
+        if self.cfg.model.fused_lm_head:
+            head = HeadSettings(
+                vocab_size=vocab_size,
+                temperature=temperature,
+                tp_group=group,
+                sequence_parallel=self.core_config.sequence_parallel,
+                into_main_grad=True,
+                needs_grad=self.models[-1].ddp_config.overlap_grad_reduce,
+            )
+            fused = (self.chunks[-1], head)
+        return OutputLogprobs(vocab_size, temperature, group, fused)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """Compute log pi_old of every response token, forward only.
@@ -187,7 +198,7 @@ class Engine:
 
         observe: called on the ranks of the last stage with the tokens of every micro-batch.
         """
-        micro_batches = with_teachers(self._to_device(batch), old.logprobs)
+        micro_batches = with_teachers(self._to_device(batch), old.logprobs, self.cfg.loss)
         routes = self._update_routes(batch, old.recorded, replay)
         parallel, plain = self.parallel, batch.without_routes  # the loss reads no expert ids
         loss = UpdateLoss(
@@ -366,32 +377,6 @@ class Engine:
         return to_device(
             batch, self.layout, self.parallel.device, with_kept=self.parallel.is_last_stage
         )
-
-    def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> TokenLogprobs:
-        """Compute log-probs from the last stage's output: logits, or hidden states with
-        model.fused_lm_head.
-        """
-        vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
-        if not self.cfg.model.fused_lm_head:
-            return kept_token_logprobs(
-                output.flatten(0, 1),
-                micro_batch.labels,
-                micro_batch.kept,
-                vocab_size=vocab_size,
-                temperature=temperature,
-                tp_group=self.parallel.tp_group,
-                overwrite=True,  # nothing else reads the logits
-            )
-        settings = HeadSettings(
-            vocab_size=vocab_size,
-            temperature=temperature,
-            tp_group=self.parallel.tp_group,
-            sequence_parallel=self.core_config.sequence_parallel,
-            into_main_grad=True,
-            needs_grad=self.models[-1].ddp_config.overlap_grad_reduce,
-        )
-        weight = lm_head_weight(self.chunks[-1])
-        return fused_kept_logprobs(output, weight, micro_batch.labels, micro_batch.kept, settings)
 
     def _set_mode(self, *, training: bool) -> None:
         assert not self.offload.freed, "the servers have the memory of this model: restore it first"

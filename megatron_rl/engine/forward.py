@@ -24,6 +24,7 @@ from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.records.on_device import on_device
 from megatron_rl.records.sampling_mask import sets_of_tokens
+from megatron_rl.records.teacher_scores import top_of_rows
 from megatron_rl.replay.layout import (
     RankLayout,
     Rows,
@@ -246,7 +247,8 @@ def to_device(
 
     Routes are left out: RolloutRoutes cuts them.  cu_seqlens stays on the host, where it is read
     without waiting for the device, and has the bounds of all T rows, as attention and RoPE expect.
-    with_kept: include the kept sets of these rows, which the last pipeline stage needs.
+    with_kept: include the kept sets of these rows and their teacher's tokens, which the last
+    pipeline stage needs.
     """
     moved = []
     for micro_batch in batch.micro_batches:
@@ -260,7 +262,9 @@ def to_device(
         kept, masks = None, micro_batch.sampling_masks
         if with_kept and masks is not None and micro_batch.set_index is not None:
             kept = sets_of_tokens(masks, micro_batch.set_index[rows].numpy(), device)
-        moved.append(
-            replace(micro_batch, routed_experts=None, sampling_masks=None, kept=kept, **tensors)
-        )
+        top, tops = None, micro_batch.teacher_tops
+        if with_kept and tops is not None and micro_batch.top_index is not None:
+            top = top_of_rows(tops, micro_batch.top_index[rows].numpy(), device)
+        on_host = {"routed_experts": None, "sampling_masks": None, "teacher_tops": None}
+        moved.append(replace(micro_batch, **on_host, kept=kept, top=top, **tensors))
     return moved

@@ -40,6 +40,12 @@ from megatron_rl.engine.shards import (
     scan,
     write_gradient,
 )
+from megatron_rl.engine.top_logprobs import (
+    add_top_gradient,
+    gather_top,
+    reduce_top,
+    with_top_slopes,
+)
 from megatron_rl.models.spec import ModelError
 from megatron_rl.records.sampling_mask import KeptSets
 
@@ -94,6 +100,7 @@ def fused_kept_logprobs(
     labels: Int[Tensor, " T"],
     kept: KeptSets | None,
     settings: HeadSettings,
+    top: KeptSets | None = None,
 ) -> TokenLogprobs:
     """Return kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
     group, into_main_grad = settings.tp_group, settings.into_main_grad
@@ -114,7 +121,8 @@ def fused_kept_logprobs(
     chunk_bytes = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
     size = settings.chunk_rows or max(1, chunk_bytes // (weight.itemsize * len(weight)))
     chunks = shard.split(len(rows), size)
-    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, settings))
+    sets = (kept, top)
+    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, sets, shard, chunks, settings))
 
 
 def defer_lm_head(model: GPTModel) -> None:
@@ -166,7 +174,7 @@ def gather_hidden(
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """Returns the four fields of TokenLogprobs; the last two are None without kept sets."""
+    """Returns the five fields of TokenLogprobs."""
 
     @staticmethod
     def forward(
@@ -174,14 +182,16 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        kept: KeptSets | None,
+        sets: tuple[KeptSets | None, KeptSets | None],
         shard: Shard,
         chunks: list[slice],
         head: HeadSettings,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        kept, top = sets
         scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
         scanned[0] = float("-inf")  # stays where the shard is padding only: there are no chunks
         scanned_kept = scanned[:3].clone() if kept is not None else None
+        gathered = scanned.new_zeros(0 if top is None else len(top.ids))
         logits = make_logits_buffer(chunks, weight, shard)
         for rows in chunks:
             part = torch.mm(
@@ -190,9 +200,12 @@ class _FusedLogprobs(torch.autograd.Function):
             scanned[:, rows] = scan(part, labels[rows], shard)
             if kept is not None and scanned_kept is not None:
                 scanned_kept[:, rows] = scan_kept(part, kept, rows.start, shard)
+            if top is not None:
+                gather_top(gathered, part, top, rows.start, shard)
         dtype = compute_dtype(weight)
         result = reduce_rows(scanned, labels, shard, dtype)
-        ctx.settings = (kept, shard, chunks)
+        at_top = None if top is None else reduce_top(gathered, top, result.saved, shard, dtype)
+        ctx.settings = (kept, top, shard, chunks)
         ctx.needs_grad = head.needs_grad
         into_main_grad = head.into_main_grad and weight.requires_grad
         # Megatron's DDP adds this attribute
@@ -200,20 +213,25 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None, not zeros, for an output without gradient
         if kept is None or scanned_kept is None:
             ctx.save_for_backward(hidden, weight, labels, *result.saved)
-            return result.logprobs, result.entropy, None, None
+            return result.logprobs, result.entropy, None, None, at_top
         inside = reduce_kept(scanned_kept, scanned, labels, kept, result, shard, dtype)
         # without the set's entropy, which has no gradient
         ctx.save_for_backward(hidden, weight, labels, *result.saved, *inside.saved[:2])
         ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
-        return inside.logprobs, result.entropy, inside.entropy, inside.log_mass
+        return inside.logprobs, result.entropy, inside.entropy, inside.log_mass, at_top
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        *more: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *saved = ctx.saved_tensors
-        kept, shard, chunks = ctx.settings
-        inside = None
+        kept, top, shard, chunks = ctx.settings
+        inside, grad_top = None, more[-1]
+        if grad_logprobs is None and grad_top is not None:
+            grad_logprobs = torch.zeros_like(saved[0])
         if kept is None:
             slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
         else:
@@ -221,6 +239,8 @@ class _FusedLogprobs(torch.autograd.Function):
         if slopes is None:
             # no gradient for any argument of `forward`
             return (None,) * 7
+        if grad_top is not None:
+            slopes = with_top_slopes(slopes, grad_top, top, saved[1], shard)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = make_weight_gradient(ctx, weight)
         used = weight[: shard.columns]
@@ -233,6 +253,8 @@ class _FusedLogprobs(torch.autograd.Function):
                 write_kept_gradient(
                     part, part, labels[rows], (slopes, inside), kept, rows.start, shard
                 )
+            if grad_top is not None:
+                add_top_gradient(part, grad_top, top, rows.start, shard)
             if grad_hidden is not None:
                 torch.mm(part, used, out=grad_hidden[rows])
             if grad_weight is not None:

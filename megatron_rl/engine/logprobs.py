@@ -31,6 +31,12 @@ from megatron_rl.engine.shards import (
     scan,
     write_gradient,
 )
+from megatron_rl.engine.top_logprobs import (
+    add_top_gradient,
+    gather_top,
+    reduce_top,
+    with_top_slopes,
+)
 from megatron_rl.records.sampling_mask import KeptSets
 
 
@@ -48,6 +54,8 @@ class TokenLogprobs(NamedTuple):
     """Entropy of pi~, over the set, without gradient; None without kept sets."""
     log_mass: Tensor | None
     """log pi(S_t), without gradient: log pi(label) = logprobs + log_mass; None as kept_entropy."""
+    top: Tensor | None = None
+    """float32 [N], log pi of the ids of `top`, over the vocabulary; None without them."""
 
 
 def token_logprobs(
@@ -95,17 +103,19 @@ def kept_token_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     block_rows: int | None = None,
     overwrite: bool = False,
+    top: KeptSets | None = None,
 ) -> TokenLogprobs:
     """Return `token_logprobs` over the kept set of each row; kept = None: over the vocabulary.
 
     The sets are constants, without gradient.  They take two more all-reduces of [T].
+    top: N ids of the rows whose log-probs are returned besides; one more all-reduce of [N].
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
-    return TokenLogprobs(*_TokenLogprobs.apply(logits, labels, kept, shard, overwrite))
+    return TokenLogprobs(*_TokenLogprobs.apply(logits, labels, kept, shard, overwrite, top))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Returns the four fields of TokenLogprobs; the last two are None without kept sets."""
+    """Returns the five fields of TokenLogprobs."""
 
     @staticmethod
     def forward(
@@ -115,31 +125,41 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: KeptSets | None,
         shard: Shard,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        top: KeptSets | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         dtype = compute_dtype(logits)
         scanned = scan(logits, labels, shard)
         rows = reduce_rows(scanned, labels, shard, dtype)
-        ctx.settings = (kept, shard, overwrite)
+        ctx.settings = (kept, shard, overwrite, top)
+        at_top = None
+        if top is not None:
+            gathered = torch.zeros(len(top.ids), dtype=torch.float64, device=logits.device)
+            gather_top(gathered, logits, top, 0, shard)
+            at_top = reduce_top(gathered, top, rows.saved, shard, dtype)
         # with `overwrite` the first backward pass destroys the logits that a second one would need
         ctx.spent = False
         # None, not zeros, for an output without gradient
         ctx.set_materialize_grads(False)
         if kept is None:
             ctx.save_for_backward(logits, labels, *rows.saved)
-            return rows.logprobs, rows.entropy, None, None
+            return rows.logprobs, rows.entropy, None, None, at_top
         inside = reduce_kept(
             scan_kept(logits, kept, 0, shard), scanned, labels, kept, rows, shard, dtype
         )
         # without the set's entropy, which has no gradient
         ctx.save_for_backward(logits, labels, *rows.saved, *inside.saved[:2])
         ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
-        return inside.logprobs, rows.entropy, inside.entropy, inside.log_mass
+        return inside.logprobs, rows.entropy, inside.entropy, inside.log_mass, at_top
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        *more: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        kept, shard, overwrite = ctx.settings
+        kept, shard, overwrite, top = ctx.settings
+        grad_top = more[-1]
         if ctx.spent:
             raise RuntimeError(
                 "token_logprobs(overwrite=True): the gradient has overwritten the logits; only one"
@@ -148,13 +168,17 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.spent = overwrite
         logits, labels, *saved = ctx.saved_tensors
         inside = None
+        if grad_logprobs is None and grad_top is not None:
+            grad_logprobs = torch.zeros_like(saved[0])
         if kept is None:
             slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
         else:
             slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
             # no gradient for any argument of `forward`
-            return (None,) * 5
+            return (None,) * 6
+        if grad_top is not None:
+            slopes = with_top_slopes(slopes, grad_top, top, saved[1], shard)
         # with `overwrite` the gradient is written into them, which autograd must not follow
         logits = logits.detach()
         if overwrite:
@@ -165,4 +189,6 @@ class _TokenLogprobs(torch.autograd.Function):
             write_gradient(grad, logits, labels, slopes, shard)
         else:
             write_kept_gradient(grad, logits, labels, (slopes, inside), kept, 0, shard)
-        return grad, None, None, None, None
+        if grad_top is not None:
+            add_top_gradient(grad, grad_top, top, 0, shard)
+        return grad, None, None, None, None, None

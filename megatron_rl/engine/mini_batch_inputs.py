@@ -21,12 +21,13 @@ from megatron_rl.records import MiniBatch, PackedBatch
 
 
 def with_teachers(
-    batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
+    batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor], loss: LossConfig
 ) -> list[PackedBatch]:
     """Return the micro-batches with their teachers' terms in their advantages; unchanged without
-    `old_logprobs`, which only the last pipeline stage has.
+    `old_logprobs`, which only the last pipeline stage has, and where loss.teacher_form is a
+    divergence, which the update adds to the loss.
     """
-    if not old_logprobs:
+    if not old_logprobs or loss.teacher_form != "token":
         return list(batches)
     return [with_teacher_term(batch, old) for batch, old in zip(batches, old_logprobs, strict=True)]
 

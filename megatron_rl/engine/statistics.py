@@ -197,6 +197,25 @@ def add_update(
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
 
 
+def add_divergence(
+    sums: MetricSums,
+    divergence: Float[Tensor, " T"],
+    token_logprobs: TokenLogprobs,
+    micro_batch: PackedBatch,
+    loss: PolicyLoss,
+) -> None:
+    """Add the divergence from the teacher over its most probable tokens, and the probability that
+    the student and the teacher give to these.
+    """
+    top, student = micro_batch.top, token_logprobs.top
+    assert top is not None and student is not None, "a divergence without the teacher's tokens"
+    is_taught = loss.mask & ~top.sets.is_empty
+    sums.add("teacher/divergence", masked(divergence.detach(), is_taught).sum(), is_taught.sum())
+    for name, logprobs in (("student", student.detach()), ("teacher", top.logprobs)):
+        mass = torch.zeros_like(divergence).index_add_(0, top.sets.rows, logprobs.exp())
+        sums.add(f"teacher/top_mass_{name}", masked(mass, is_taught).sum(), is_taught.sum())
+
+
 def add_log_ratio(
     sums: MetricSums,
     name: str,

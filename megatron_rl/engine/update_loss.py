@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_rl.config import LossConfig
 from megatron_rl.engine.logprobs import TokenLogprobs
 from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
-from megatron_rl.engine.statistics import add_update
+from megatron_rl.engine.statistics import add_divergence, add_update
 from megatron_rl.loss import LossInputs, PolicyLoss, policy_loss, token_shares
+from megatron_rl.loss.teacher import teacher_divergence, with_divergence
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
 
@@ -32,8 +33,8 @@ class UpdateLoss:
     old: OldPass
     further: Sequence[Mapping[str, Any]]
     """Per micro-batch: the fields of LossInputs that need the complete mini-batch."""
-    token_logprobs: Callable[[Tensor, PackedBatch], TokenLogprobs]
-    """Log-probs of a micro-batch from the model's output, with gradient."""
+    token_logprobs: Callable[..., TokenLogprobs]
+    """OutputLogprobs: log-probs of a micro-batch from the model's output, with gradient."""
     sums: MetricSums | None
     """Statistics are added here; None on ranks whose statistics do not count."""
     num_parts: int
@@ -44,7 +45,8 @@ class UpdateLoss:
 
     def __call__(self, index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
         """Return this rank's part of the mini-batch loss, a scalar to differentiate."""
-        values = self.token_logprobs(output, micro_batch)
+        form = self.config.teacher_form
+        values = self.token_logprobs(output, micro_batch, with_top=form != "token")
         inputs = LossInputs(
             values.logprobs,
             self.old.logprobs[index],
@@ -55,6 +57,10 @@ class UpdateLoss:
             **self.further[index],
         )
         loss = policy_loss(inputs, self.config)
+        divergence = None
+        if values.top is not None and micro_batch.top is not None:
+            divergence = teacher_divergence(values.top, micro_batch.top, form, len(values.logprobs))
+            loss = with_divergence(loss, divergence, micro_batch)
         shares = token_shares(
             loss,
             self.further[index]["sequences"],
@@ -69,6 +75,8 @@ class UpdateLoss:
         if self.sums is not None:
             version, number = self.batch.policy_version, self.batch.index
             add_update(self.sums, total, self.num_parts, loss, values, micro_batch, version, number)
+            if divergence is not None:
+                add_divergence(self.sums, divergence, values, micro_batch, loss)
             self.seen.append(values.logprobs.detach())
         return total
 

@@ -3,6 +3,7 @@
     rollouts       Prompt, Rollout, EpisodeRecord, RolloutGroup: records that were sampled
     packed         Sample, PackedBatch, MiniBatch, StepResult: records that are trained on
     sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
+    teacher_scores the numbers of a teacher about sampled tokens
 
 Every stage takes and returns records.  None is changed in place: `dataclasses.replace` makes a new
 one.  Stages that read no expert ids (scoring, penalties, advantages, metrics, lines of files) get

@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.records.rollouts import Rollout
 from megatron_rl.records.sampling_mask import KeptSets, SamplingMask
+from megatron_rl.records.teacher_scores import TeacherTop, TopRows
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,17 @@ class PackedBatch:
     """float32 [T], log pi_T of the row's label, 0 where teacher_weights is 0; None: no teacher."""
     teacher_weights: torch.Tensor | None = None
     """float32 [T], beta of the row's response, 0 outside loss_mask; None: no teacher."""
+    teacher_tops: tuple[TeacherTop, ...] | None = None
+    """The teacher's most probable tokens, of every sequence with teacher_weights above 0; None:
+    loss.teacher_form = token, or no teacher."""
+    top_index: torch.Tensor | None = None
+    """int64 [T], with teacher_tops: place of the row's label among the sampled tokens of all
+    teacher_tops, end to end; -1 where the row has no teacher or is outside loss_mask."""
     kept: KeptSets | None = None
     """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);
     None before."""
+    top: TopRows | None = None
+    """The teacher's most probable tokens of this rank's rows, as `kept`."""
 
     @property
     def num_tokens(self) -> int:

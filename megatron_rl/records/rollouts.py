@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 
 FinishReason = Literal["stop", "length", "abort"]
 """abort: stopped early, to be continued (rollout/client/response.py).  Such a response is kept in
@@ -122,6 +123,9 @@ class Rollout:
     teacher_logprobs: np.ndarray | None = None
     """float32 [R], log pi_T of the sampled tokens, at temperature 1; None: no teacher has scored
     the sequence."""
+    teacher_top: TeacherTop | None = None
+    """The teacher's most probable tokens in the place of each sampled one; None with
+    loss.teacher_form = token."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the reward function."""
     episode: EpisodeRecord = NO_EPISODE
@@ -166,18 +170,17 @@ class Rollout:
         """True if a teacher has scored every sequence of the episode."""
         return all(s.teacher_logprobs is not None for s in (*self.episode.earlier, self))
 
-    def with_teacher(self, logprobs: Sequence[np.ndarray]) -> Rollout:
-        """Return this episode with the teacher's log-probs, one array per sequence in order.
+    def with_teacher(self, scores: Sequence[TeacherScores]) -> Rollout:
+        """Return this episode with the teacher's scores, one per sequence in order.
 
         The digest of an episode is made again, as it covers them.
         """
-        *earlier, last = logprobs
-        taught = tuple(
-            replace(sequence, teacher_logprobs=values)
-            for sequence, values in zip(self.episode.earlier, earlier, strict=True)
+        sequences = (*self.episode.earlier, check_episode(self).alone)
+        *earlier, last = (
+            replace(sequence, teacher_logprobs=part.logprobs, teacher_top=part.top)
+            for sequence, part in zip(sequences, scores, strict=True)
         )
-        alone = replace(check_episode(self).alone, teacher_logprobs=last)
-        return alone.after(taught)
+        return last.after(earlier)
 
     def with_episode(self, **changes: object) -> Rollout:
         """Return a copy with these fields of `episode` changed."""
@@ -308,7 +311,7 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
     where learning begins in each.
 
     blake2b, 16 bytes, of their order, prompt lengths, environments, tokens, log-probs, weight
-    versions and, where there are any, the teacher's log-probs.
+    versions and, where there are any, the teacher's numbers.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for sequence in sequences:
@@ -324,6 +327,14 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
             digest.update(np.ascontiguousarray(values, dtype).data)
         if sequence.teacher_logprobs is not None:
             digest.update(np.ascontiguousarray(sequence.teacher_logprobs, "<f4").data)
+        if (top := sequence.teacher_top) is not None:
+            # the sizes tell where codes and log-probs end
+            for part, kind in (
+                (top.sets.sizes, "<u2"),
+                (top.sets.codes, "u1"),
+                (top.logprobs, "<f4"),
+            ):
+                digest.update(np.ascontiguousarray(part, kind).data)
     return digest.digest()
 
 

@@ -134,7 +134,8 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The sets of the rows of a micro-batch, on its device.
+    """Sets of ids of the rows of a micro-batch, on its device: kept sets, or the most probable
+    tokens of a teacher (records/teacher_scores.py).
 
     A row without a set (prompt, pad) has none of the ids.
     """
@@ -166,6 +167,15 @@ def sets_of_tokens(
     set_index: int [T], for every row the place of its set among the sets of all `masks`, end to
     end; -1: the row has no set.
     """
+    return sets_and_places(masks, set_index, device)[0]
+
+
+def sets_and_places(
+    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str
+) -> tuple[KeptSets, np.ndarray]:
+    """Return `sets_of_tokens`, and int64 [N], the place of each of its ids among those of all
+    `masks`, end to end.
+    """
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])
     # index -1 reads the last set, whose size is not used
@@ -174,12 +184,13 @@ def sets_of_tokens(
     rows = np.repeat(np.arange(len(set_index)), row_sizes)
     first = (np.cumsum(sizes) - sizes)[set_index]  # of the token's ids in `ids`
     places = np.arange(len(rows)) - offsets[rows] + first[rows]
-    return KeptSets(
+    sets = KeptSets(
         offsets,
         on_device(torch.from_numpy(ids[places]), device),
         on_device(torch.from_numpy(rows), device),
         on_device(torch.from_numpy(row_sizes == 0), device),
     )
+    return sets, places
 
 
 def first_of_sets(sizes: np.ndarray) -> np.ndarray:

@@ -221,7 +221,8 @@ def make_leader(
 def make_teachers(cfg: Config, spec: ModelSpec) -> Teachers | None:
     """Return the clients of the teachers; None without any."""
     teachers = cfg.teachers.with_servers
-    return Teachers(teachers, cfg.rollout, spec.vocab_size) if teachers else None
+    top_k = cfg.loss.teacher_top_k
+    return Teachers(teachers, cfg.rollout, spec.vocab_size, top_k) if teachers else None
 
 
 def make_pusher(

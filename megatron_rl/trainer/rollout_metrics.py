@@ -97,7 +97,8 @@ def count_sources(
 
 
 def count_teachers(sums: MetricSums, groups: Sequence[RolloutGroup], cfg: Config) -> None:
-    """Count log mu - log pi_T of the sampled tokens, over all and by the sources of data.train.
+    """Count log mu - log pi_T of the sampled tokens, over all and by the sources of data.train, and
+    how many are the teacher's most probable ones.
 
     Over samples of mu its mean is KL(mu || pi_T), the reverse KL of the weights that sampled.
     """
@@ -113,6 +114,11 @@ def count_teachers(sums: MetricSums, groups: Sequence[RolloutGroup], cfg: Config
             sums.add("teacher/reverse_kl", float(gap.sum()), len(gap))
             sums.add("teacher/higher_frac", int((gap < 0).sum()), len(gap))
             sums.add_max("teacher/gap_abs_max", float(np.abs(gap).max()))
+            if (top := sequence.teacher_top) is not None:
+                best = top.logprobs.reshape(len(gap), -1).argmax(1)[:, None]
+                ids = np.take_along_axis(top.sets.ids().reshape(len(gap), -1), best, 1)[:, 0]
+                equal = int((ids == sequence.tokens[sequence.sampled]).sum())
+                sums.add("teacher/top1_frac", equal, len(gap))
             if source in cfg.data.source_names:
                 sums.add(f"source/{source}/teacher_reverse_kl", float(gap.sum()), len(gap))
 

@@ -91,18 +91,30 @@ def compare_logits(group, vocab, padded, sets):
     logits = 5 * torch.randn(rows, padded)
     whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
-    expected = kept_token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9)
+    expected = kept_token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9, top=kept)
     got = kept_token_logprobs(
-        mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7
-    )
-    torch.autograd.backward(expected[:2], weights)
-    torch.autograd.backward(got[:2], weights)
+        mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7,
+        top=kept,
+    )  # fmt: skip
+    differentiate(expected, weights)
+    differentiate(got, weights)
     pairs = [*used(got, expected), (mine.grad, whole.grad[:, columns])]
     return [difference(a, b) for a, b in pairs]
 
 
+def differentiate(outputs, weights):
+    """Backward from log-probs and entropies and, with sets, from the log-probs of their ids."""
+    import torch
+
+    parts = [*outputs[:2]]
+    if outputs.top is not None:
+        parts.append(outputs.top)
+        weights = [*weights, torch.linspace(-1, 1, len(outputs.top))]
+    torch.autograd.backward(parts, weights)
+
+
 def used(got, expected):
-    """The outputs in pairs; the last two are None without kept sets."""
+    """The outputs in pairs; the last three are None without sets."""
     return [(a, b) for a, b in zip(got, expected, strict=True) if b is not None]
 
 
@@ -122,7 +134,8 @@ def compare_fused(group, vocab, padded, sequence_parallel, sets):
     whole, whole_head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
-    expected = fused_kept_logprobs(whole, whole_head, labels, kept, HeadSettings(vocab_size=vocab))
+    plain = HeadSettings(vocab_size=vocab)
+    expected = fused_kept_logprobs(whole, whole_head, labels, kept, plain, kept)
     got = fused_kept_logprobs(
         mine,
         my_head,
@@ -131,9 +144,10 @@ def compare_fused(group, vocab, padded, sequence_parallel, sets):
         HeadSettings(
             vocab_size=vocab, tp_group=group, sequence_parallel=sequence_parallel, chunk_rows=5
         ),
+        kept,
     )
-    torch.autograd.backward(expected[:2], weights)
-    torch.autograd.backward(got[:2], weights)
+    differentiate(expected, weights)
+    differentiate(got, weights)
     pairs = [
         *used(got, expected),
         (mine.grad, whole.grad[:, part]),
@@ -146,7 +160,7 @@ def test_shards_of_the_vocabulary_equal_one_rank():
     for worst in run_ranks(compare_shards, 4):
         assert len(worst) == 2 * len(VOCABULARIES) * 6
         for case, differences_ in worst.items():
-            values = differences_[: 4 if case[-1] else 2]
+            values = differences_[: 5 if case[-1] else 2]
             gradients = differences_[len(values) :]
             assert len(gradients) == (2 if "fused" in case else 1)
             assert max(values) <= 1e-6, (case, values)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.config.sections import Teacher
@@ -20,7 +21,7 @@ from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import ServerError
 from tests.e2e import test_train as runs_of
-from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
+from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes, hf_model
 from tests.tiny import random_checkpoint
 
 
@@ -66,6 +67,37 @@ def test_a_real_server_scores_as_transformers(sglang_server, tiny_checkpoint, ro
     assert any((rollout.tokens == 63).any() for rollout in texts), "the last id of the vocabulary"
     for rollout in scored:
         assert_scored_by(tiny_checkpoint, rollout)
+
+
+@pytest.mark.parametrize("top_k", [4, 64])
+def test_a_real_server_names_the_most_probable_tokens_of_transformers(
+    sglang_server, tiny_checkpoint, rollout_config, top_k
+):
+    """64: the entire vocabulary."""
+    texts = [
+        random_rollout("a", 2, 1),
+        random_rollout("b", 200, 5),
+        random_rollout("c", 40, 8, ((12, 15), (20, 30))),
+        random_rollout("b", 200, 5),  # in the prefix cache
+    ]
+
+    async def score() -> list[Rollout]:
+        teacher = TeacherClient("t", Teacher(urls=(sglang_server.url,)), rollout_config, 64, top_k)
+        async with teacher.serving():
+            return [await teacher.score(text) for text in texts]
+
+    for rollout in asyncio.run(score()):
+        assert_scored_by(tiny_checkpoint, rollout)
+        with torch.no_grad():
+            logits = hf_model(tiny_checkpoint)(torch.from_numpy(rollout.tokens)[None]).logits[0]
+        expected = logits.log_softmax(-1)[torch.from_numpy(rollout.sampled) - 1]
+        top = rollout.teacher_top
+        ids = torch.from_numpy(top.sets.ids().reshape(-1, top_k))
+        found = torch.from_numpy(top.logprobs.reshape(-1, top_k))
+        assert (found - expected.gather(1, ids)).abs().max() < 1e-4
+        # none that is left out is more probable, but for ties
+        least = expected.topk(top_k).values[:, -1:]
+        assert (found >= least - 1e-4).all()
 
 
 def test_the_start_check_passes_the_students_own_kind_and_refuses_others(

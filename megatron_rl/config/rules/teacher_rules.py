@@ -6,10 +6,25 @@ from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
 from megatron_rl.config.base import nearest
+from megatron_rl.config.sections.rollout import MOST_KEPT
 
 
 def teacher_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what is wrong with teachers, or with an advantage that needs one."""
+    form, top_k = cfg.loss.teacher_form, cfg.loss.teacher_top_k
+    if (form == "token") != (top_k == 0):
+        yield (
+            f"loss.teacher_form = {form} with loss.teacher_top_k = {top_k}: reverse and forward sum"
+            " over the teacher's most probable tokens, token needs none; set both, e.g. to reverse"
+            " and 16, or neither"
+        )
+    if top_k > MOST_KEPT:
+        yield f"loss.teacher_top_k = {top_k}: must be {MOST_KEPT} or less; lower it"
+    if form != "token" and not cfg.teachers.with_servers:
+        yield (
+            f"loss.teacher_form = {form} has no effect without a teacher; add [teachers.NAME] with"
+            " urls, or remove it"
+        )
     if not cfg.teachers.with_servers:
         if cfg.advantage.weight == 0:
             yield (

@@ -166,6 +166,15 @@ class LossConfig(Section):
     """Multiplies the KL of kl_coef by a ratio, with gradient: staleness = pi/pi_old, total = pi/mu.
     Unbiased off policy, in value and gradient (DeepSeek-V3.2)."""
 
+    # terms of teachers ([teachers.NAME])
+    teacher_form: Literal["token", "reverse", "forward"] = "token"
+    """What a teacher adds: token = log pi_T - log pi_old of the sampled token to its advantage;
+    reverse, forward = KL to the teacher over its teacher_top_k most probable tokens, to the
+    loss."""
+    teacher_top_k: Count = 0
+    """Tokens that a teacher names in every place, with teacher_form = reverse or forward; the size
+    of the vocabulary: the entire KL."""
+
     @property
     def switches(self) -> LossSpec:
         """The preset's switches, replaced by those that are set here."""

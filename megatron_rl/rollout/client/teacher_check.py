@@ -12,7 +12,7 @@ from megatron_rl.config.sections import Teacher
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.request import RetryableError
-from megatron_rl.rollout.client.teachers import ScoreRequest
+from megatron_rl.rollout.client.score_request import ScoreRequest
 from megatron_rl.rollout.server.server_info import (
     ServerError,
     ServerInfo,
@@ -56,6 +56,11 @@ def server_lines(
     setting: that of its API key, for messages.  text: token ids to score; None where no prompt has
     two of them.
     """
+    if cfg.loss.teacher_top_k > spec.vocab_size:
+        raise ServerError(
+            f"loss.teacher_top_k = {cfg.loss.teacher_top_k}: must be at most the"
+            f" {spec.vocab_size} tokens of the vocabulary; lower it"
+        )
     rollout = cfg.rollout.model_copy(update={"api_key_env": teacher.api_key_env})
     headers, timeout = auth_headers(rollout, setting), rollout.probe_seconds("cuda")
     infos = [server_info(url, headers, timeout=timeout) for url in teacher.urls]
@@ -65,7 +70,8 @@ def server_lines(
         mean = "no prompt of two tokens to score"
         if text is not None:
             with httpx.Client(base_url=info.url, headers=headers, timeout=timeout) as http:
-                mean = f"mean log-prob of a prompt {probe(http, text, spec).mean():.2f}"
+                logprobs = probe(http, text, spec, cfg.loss.teacher_top_k)
+                mean = f"mean log-prob of a prompt {logprobs.mean():.2f}"
         unread = [key for key in ("tokenizer", "vocab_size") if getattr(info, key) is None]
         warning = f"; WARNING not compared: {' and '.join(unread)}, not readable here"
         yield (
@@ -89,14 +95,17 @@ def check_tokens(info: ServerInfo, cfg: Config, spec: ModelSizes) -> None:
             )
 
 
-def probe(http: httpx.Client, text: Sequence[int], spec: ModelSizes) -> np.ndarray:
+def probe(http: httpx.Client, text: Sequence[int], spec: ModelSizes, top_k: int = 0) -> np.ndarray:
     """Return the teacher's log-probs of a text, without its first token.
+
+    top_k: loss.teacher_top_k, tokens that it must name in every place.
 
     Raises ServerError for an answer that scoring would refuse.
     """
-    request = ScoreRequest("teacher-check", text, 1, spec.vocab_size)
+    request = ScoreRequest("teacher-check", text, 1, spec.vocab_size, top_k)
     try:
-        return request.logprobs(ask(http, "POST", "/generate", request.body()))
+        answer = ask(http, "POST", "/generate", request.body())
+        return request.scores(answer, np.arange(len(text) - 1)).logprobs
     except RetryableError as error:
         raise ServerError(
             f"{http.base_url} cannot score a text of {len(text)} tokens, {error}; is it an SGLang"

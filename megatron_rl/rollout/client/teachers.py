@@ -1,9 +1,7 @@
 """Scoring by teachers: SGLang servers that return the log-probs of tokens that the model sampled.
 
-A sequence is one request, which asks for nothing new: the server computes the sequence once and
-returns the log-prob of every token after the prompt, at temperature 1 whatever the request says.
-The answer repeats request id and token ids, and both are compared: the answer to another request or
-text is never used.  Deadlines, limits of bodies and circuits are those of sampling ([rollout]).
+A sequence is one request (score_request.py).  Deadlines, limits of bodies and circuits are those of
+sampling ([rollout]).
 """
 
 from __future__ import annotations
@@ -13,18 +11,17 @@ import itertools
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 import aiohttp
 import httpx
-import numpy as np
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sections import Teacher
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.client.counters import TeacherCounters, meta_info
+from megatron_rl.records.teacher_scores import TeacherScores
+from megatron_rl.rollout.client.counters import TeacherCounters
 from megatron_rl.rollout.client.group_sampler import MAX_RETRY_SECONDS, RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -38,75 +35,8 @@ from megatron_rl.rollout.client.request import (
     post,
 )
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, parse_body
+from megatron_rl.rollout.client.score_request import TOP_BYTES, ScoreRequest
 from megatron_rl.rollout.group import Group
-
-ROUNDING = 1e-3
-"""A log-prob may be above 0 by the rounding of a server, and no further."""
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """The request for the log-probs of one sequence's tokens after its prompt."""
-
-    rid: str
-    tokens: Sequence[int]
-    prompt_length: int
-    vocab_size: int
-
-    def body(self) -> dict[str, object]:
-        """Return the JSON body."""
-        return {
-            "rid": self.rid,
-            "input_ids": list(self.tokens),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            # the first entry, of the last token of the prompt, has no log-prob
-            "logprob_start_len": self.prompt_length - 1,
-        }
-
-    def logprobs(self, answer: object) -> np.ndarray:
-        """Return the log-probs of the tokens after the prompt, float32 [S - prompt], from an
-        answer.
-
-        Raises RetryableError for an answer to another request or text, with another number of
-        tokens, or with a value that is no log-prob.
-        """
-        meta = meta_info(answer)
-        if meta.get("id") != self.rid:
-            raise RetryableError("bad_body", f"the answer to {meta.get('id')!r}, not {self.rid!r}")
-        entries, expected = meta.get("input_token_logprobs"), self.tokens[self.prompt_length - 1 :]
-        if not isinstance(entries, list) or not all(is_entry(entry) for entry in entries):
-            raise RetryableError("bad_body", "input_token_logprobs is no list of [log-prob, id]")
-        if len(entries) != len(expected):
-            raise RetryableError(
-                "wrong_count", f"log-probs of {len(entries)} tokens for {len(expected)}"
-            )
-        # SGLang 0.5.21 names the last id of the vocabulary 0, as it does placeholders of images
-        # (logprob_result_processor.py); the log-prob is that of the token
-        for place, (entry, token) in enumerate(zip(entries, expected, strict=True)):
-            if entry[1] != token and not (entry[1] == 0 and token >= self.vocab_size - 1):
-                raise RetryableError(
-                    "other_text", f"token {place} after the prompt is {entry[1]}, not {token}"
-                )
-        # None, as JSON has no NaN, becomes NaN; the first entry has no log-prob
-        values = np.array([entry[0] for entry in entries[1:]], np.float32)
-        wrong = np.flatnonzero(~(np.isfinite(values) & (values <= ROUNDING)))
-        if len(wrong):
-            value = entries[wrong[0] + 1][0]
-            raise RetryableError(
-                "not_logprob", f"the log-prob of token {wrong[0] + 1} after the prompt is {value}"
-            )
-        return values
-
-
-def is_entry(entry: object) -> bool:
-    """Return True for [log-prob or None, token id, ...]."""
-    return (
-        isinstance(entry, list)
-        and len(entry) >= 2
-        and (entry[0] is None or type(entry[0]) in (int, float))
-        and type(entry[1]) is int
-    )
 
 
 class TeacherClient:
@@ -116,9 +46,15 @@ class TeacherClient:
     """
 
     def __init__(
-        self, name: str, teacher: Teacher, rollout: RolloutConfig, vocab_size: int
+        self,
+        name: str,
+        teacher: Teacher,
+        rollout: RolloutConfig,
+        vocab_size: int,
+        top_k: int = 0,
     ) -> None:
-        self.name, self.vocab_size = name, vocab_size
+        """top_k: loss.teacher_top_k."""
+        self.name, self.vocab_size, self.top_k = name, vocab_size, top_k
         self.cfg = rollout.model_copy(
             update={"urls": teacher.urls, "api_key_env": teacher.api_key_env}
         )
@@ -134,16 +70,15 @@ class TeacherClient:
             yield
 
     async def score(self, rollout: Rollout) -> Rollout:
-        """Return the episode with the teacher's log-probs of all its sequences.
+        """Return the episode with the teacher's numbers of all its sequences.
 
         Raises RolloutError when a server refuses a request (4xx), or when a sequence has no
         log-probs after 1 + rollout.max_retries requests.
         """
-        logprobs = [await self._score_sequence(sequence) for sequence in rollout.sequences]
-        return rollout.with_teacher(logprobs)
+        scores = [await self._score_sequence(sequence) for sequence in rollout.sequences]
+        return rollout.with_teacher(scores)
 
-    async def _score_sequence(self, sequence: Rollout) -> np.ndarray:
-        """Return the log-probs of the sampled tokens, float32 [R]."""
+    async def _score_sequence(self, sequence: Rollout) -> TeacherScores:
         troubles: list[tuple[str, str]] = []
         tries = 1 + self.cfg.max_retries
         async with self._slots:
@@ -154,7 +89,7 @@ class TeacherClient:
                     await asyncio.sleep(pause + random.SystemRandom().uniform(0, RETRY_SECONDS))
                 server = self.balancer.pick([url for url, _ in troubles])
                 try:
-                    logprobs = await self._request(server, sequence)
+                    scores = await self._request(server, sequence)
                 except RetryableError as error:
                     troubles.append((server.url, str(error)))
                     self.counters.failures[error.reason] += 1
@@ -162,23 +97,25 @@ class TeacherClient:
                     self.counters.circuits_opened += opened
                     continue
                 self.balancer.succeeded(server)
-                return logprobs[sequence.sampled - sequence.prompt_length]
+                return scores
         raise RolloutError(
             f"teacher {self.name} did not score rollout {sequence.id} in {tries} requests"
             f" (rollout.max_retries = {self.cfg.max_retries}), and no token is trained on without"
             f" its teacher: {'; '.join(f'{url}: {what}' for url, what in troubles)}"
         )
 
-    async def _request(self, server: ServerState, sequence: Rollout) -> np.ndarray:
-        """Return the log-probs of all tokens after the prompt.  Raises RetryableError, and
-        RolloutError where the server refuses.
+    async def _request(self, server: ServerState, sequence: Rollout) -> TeacherScores:
+        """Return the numbers of the sampled tokens.  Raises RetryableError, and RolloutError where
+        the server refuses.
         """
         rid = f"{self._name}.{next(self._numbers)}"
         request = ScoreRequest(
-            rid, sequence.tokens.tolist(), sequence.prompt_length, self.vocab_size
+            rid, sequence.tokens.tolist(), sequence.prompt_length, self.vocab_size, self.top_k
         )
+        sampled = sequence.sampled - sequence.prompt_length
         num_tokens, idle = len(request.tokens), self.cfg.idle_timeout_seconds
-        most_bytes = BODY_SLACK_BYTES + num_tokens * BODY_BYTES_PER_TOKEN
+        token_bytes = BODY_BYTES_PER_TOKEN + self.top_k * TOP_BYTES
+        most_bytes = BODY_SLACK_BYTES + num_tokens * token_bytes
         server.tokens += num_tokens
         server.requests += 1
         self.counters.requests += 1
@@ -199,9 +136,9 @@ class TeacherClient:
         check_teacher_status(self.name, server.url, status, content)
         self.counters.seconds.append(time.monotonic() - started)
         if len(content) <= PIECE_BYTES:
-            return request.logprobs(parsed(content))
+            return request.scores(parsed(content), sampled)
         # a long sequence takes milliseconds, in which other answers are read
-        return await asyncio.to_thread(lambda: request.logprobs(parsed(content)))
+        return await asyncio.to_thread(lambda: request.scores(parsed(content), sampled))
 
 
 def parsed(content: memoryview) -> object:
@@ -227,10 +164,15 @@ class Teachers:
     """The teachers of a run, as the client of one replica uses them."""
 
     def __init__(
-        self, teachers: Mapping[str, Teacher], rollout: RolloutConfig, vocab_size: int
+        self,
+        teachers: Mapping[str, Teacher],
+        rollout: RolloutConfig,
+        vocab_size: int,
+        top_k: int = 0,
     ) -> None:
+        """top_k: loss.teacher_top_k."""
         self.clients = {
-            name: TeacherClient(name, teacher, rollout, vocab_size)
+            name: TeacherClient(name, teacher, rollout, vocab_size, top_k)
             for name, teacher in teachers.items()
         }
 

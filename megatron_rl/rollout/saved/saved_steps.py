@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.batch.codec import arrays_in_file, joined
+from megatron_rl.batch.codec import TOP_KINDS, arrays_in_file, joined
 from megatron_rl.config import Config
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.models.spec import ModelSizes
@@ -26,7 +26,7 @@ from megatron_rl.rollout.saved.saved_config import check_config, first_step_numb
 
 ALWAYS_READ = (
     "tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes",
-    "teacher_logprobs",
+    "teacher_logprobs", *TOP_KINDS,
 )  # fmt: skip
 """Kinds of tensors that are read also where the run needs no routes."""
 
@@ -152,6 +152,12 @@ class SavedSteps:
             raise ValueError(
                 f"{where} has no log-probs of a teacher, and teachers.{teacher} scores its source:"
                 " no server scores saved rollouts; record them with this teacher, or remove it"
+            )
+        top_k = self.cfg.loss.teacher_top_k
+        if teacher and top_k and f"{record.id}:{TOP_KINDS[0]}" not in names:
+            raise ValueError(
+                f"{where} has no most probable tokens of its teacher, and loss.teacher_top_k ="
+                f" {top_k}: record them with this setting, or set loss.teacher_form = token"
             )
         if not self.cfg.needs_routes:
             return

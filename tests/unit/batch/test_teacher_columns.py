@@ -18,6 +18,7 @@ from megatron_rl.config import load_config
 from megatron_rl.loss.teacher import with_teacher_term
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, Sample, check_episode
+from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop, top_of_rows
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import find_groups, read_groups, write_groups
 from megatron_rl.rollout.scheduler import Scheduler
@@ -27,11 +28,17 @@ from tests.unit.batch.rollouts import make_rollout, make_tree
 URL = "http://10.0.0.2:30000"
 
 
-def taught(rollout: Rollout, seed: int = 0) -> Rollout:
+def taught(rollout: Rollout, seed: int = 0, top_k: int = 0) -> Rollout:
     rng = np.random.default_rng([seed, len(rollout.tokens)])
-    return rollout.with_teacher(
-        [-rng.random(s.response_length).astype(np.float32) - 0.1 for s in rollout.sequences]
-    )
+
+    def scores(count: int) -> TeacherScores:
+        logprobs = -rng.random(count).astype(np.float32) - 0.1
+        if not top_k:
+            return TeacherScores(logprobs)
+        ids = np.array([rng.permutation(64)[:top_k] for _ in range(count)])
+        return TeacherScores(logprobs, TeacherTop.of(ids, -rng.random(ids.shape) - 0.1))
+
+    return rollout.with_teacher([scores(s.response_length) for s in rollout.sequences])
 
 
 def config(data="x", **teachers):
@@ -48,7 +55,17 @@ def group_of(*rollouts, rewards=(1.0, 0.0), source="") -> RolloutGroup:
 
 def same(one: Rollout, other: Rollout) -> bool:
     pairs = zip(one.sequences, other.sequences, strict=True)
-    return all(np.array_equal(a.teacher_logprobs, b.teacher_logprobs) for a, b in pairs)
+    return all(
+        np.array_equal(a.teacher_logprobs, b.teacher_logprobs) and same_top(a, b) for a, b in pairs
+    )
+
+
+def same_top(one: Rollout, other: Rollout) -> bool:
+    a, b = one.teacher_top, other.teacher_top
+    if a is None or b is None:
+        return a is b
+    ids = np.array_equal(a.sets.ids(), b.sets.ids())
+    return ids and np.array_equal(a.logprobs, b.logprobs)
 
 
 def test_the_numbers_are_sent_bit_for_bit_and_bound_to_an_episode():
@@ -63,6 +80,24 @@ def test_the_numbers_are_sent_bit_for_bit_and_bound_to_an_episode():
         check_episode(changed)
     with pytest.raises(ValueError, match="digest of its 3 sequences"):
         joined(tree.alone.with_episode(digest=tree.episode.digest), make_tree("t").episode.earlier)
+
+
+def test_the_most_probable_tokens_are_sent_and_bound_as_well():
+    tree = taught(make_tree("t"), top_k=3)
+    plain = taught(make_rollout("p", 3, 5), top_k=4)
+    (tree2, plain2), _ = from_bytes(to_bytes([tree, plain]))
+    assert same(tree, tree2) and same(plain, plain2) and plain2.teacher_top.logprobs.size == 20
+    assert tree.episode.digest != taught(make_tree("t")).episode.digest
+    other = replace(tree.teacher_top, logprobs=tree.teacher_top.logprobs - 1)
+    with pytest.raises(ValueError, match="rollout t: digest of its 3 sequences"):
+        check_episode(replace(tree, teacher_top=other))
+    cut = replace(plain.teacher_top, logprobs=plain.teacher_top.logprobs[:-1])
+    for refuse in (
+        lambda wrong: from_bytes(to_bytes([wrong])),
+        lambda wrong: pack([Sample(wrong, 1.0, teacher_weight=1.0)]),
+    ):
+        with pytest.raises(ValueError, match="rollout p: 5 sets with 19 log-probs of a teacher"):
+            refuse(replace(plain, teacher_top=cut))
 
 
 def test_an_episode_that_was_mixed_up_is_not_scored():
@@ -128,14 +163,49 @@ def test_rows_have_beta_and_log_prob_where_their_label_was_sampled_and_is_learne
     assert pack(samples[3:]).teacher_logprobs is None
 
 
+def test_rows_have_the_most_probable_tokens_where_their_label_is_taught():
+    plain = replace(make_rollout("e", 3, 6), environment=((5, 7),))
+    cut = {"rollout_logprobs": plain.rollout_logprobs[:4]}
+    cut["policy_versions"] = plain.policy_versions[:4]
+    first = taught(replace(plain, **cut, routes_digest=None), top_k=3)
+    last = taught(make_rollout("g", 2, 3), top_k=2)
+    samples = [
+        Sample(first, 0.5, teacher_weight=0.25),
+        Sample(taught(make_rollout("f", 2, 3), top_k=3), 0.5, teacher_weight=0.25, in_loss=False),
+        Sample(taught(make_rollout("i", 2, 3), top_k=3), 0.5),
+        Sample(last, 0.5, teacher_weight=1.0),
+    ]
+    batch = pack(samples, [12, 6, 6, 6, 2])
+    assert batch.teacher_tops is not None and batch.top_index is not None
+    # any selection of rows, as a context rank has them
+    rows = np.array([31, 7, 25, 3, 2, 14, 26, 6, 20, 0])
+    top = top_of_rows(batch.teacher_tops, batch.top_index.numpy()[rows])
+    expected = {2: (first, 0), 3: (first, 1), 6: (first, 2), 7: (first, 3)}
+    expected |= {25: (last, 0), 26: (last, 1), 27: (last, 2)}
+    for place, row in enumerate(rows.tolist()):
+        mine = top.sets.rows == place
+        ids, logprobs = top.sets.ids[mine].tolist(), top.logprobs[mine].tolist()
+        if row not in expected:
+            assert not ids and top.sets.is_empty[place]
+            continue
+        rollout, token = expected[row]
+        k = len(ids)
+        part = slice(token * k, (token + 1) * k)
+        assert ids == rollout.teacher_top.sets.ids()[part].tolist()
+        assert logprobs == rollout.teacher_top.logprobs[part].tolist()
+    assert pack(samples[2:3]).teacher_tops is None
+
+
 def test_a_masked_row_loses_its_beta():
-    rollout = taught(make_rollout("r", 2, 4))
+    rollout = taught(make_rollout("r", 2, 4), top_k=3)
     missing = np.zeros(5, bool)
     missing[2] = True
     sample = Sample(replace(rollout, missing_routes=missing), 0.5, teacher_weight=1.0)
     masked = pack([sample], mask_missing_routes=True)
     assert masked.teacher_weights.tolist() == [0, 1, 0, 1, 1, 0]
+    assert masked.top_index.tolist() == [-1, 0, -1, 2, 3, -1]
     assert pack([sample]).teacher_weights.tolist() == [0, 1, 1, 1, 1, 0]
+    assert pack([sample]).top_index.tolist() == [-1, 0, 1, 2, 3, -1]
 
 
 def test_a_beta_without_log_probs_and_a_nan_are_refused():
@@ -144,7 +214,7 @@ def test_a_beta_without_log_probs_and_a_nan_are_refused():
         pack([Sample(rollout, 1.0, teacher_weight=0.5)])
     values = np.array([-1, np.nan, -1, -1], np.float32)
     with pytest.raises(ValueError, match="rollout r: a log-prob of its teacher is not finite"):
-        pack([Sample(rollout.with_teacher([values]), 1.0)])
+        pack([Sample(rollout.with_teacher([TeacherScores(values)]), 1.0)])
 
 
 def test_beta_is_that_of_source_step_and_outcome():
@@ -170,6 +240,17 @@ def test_beta_is_that_of_source_step_and_outcome():
         with_teacher_weights([unscored], cfg, 1)
     plain = config()
     assert with_teacher_weights(groups, plain, 1)[0].teacher_weights is None
+
+
+def test_a_response_without_the_runs_number_of_tokens_is_refused():
+    loss = {"teacher_form": "reverse", "teacher_top_k": 3}
+    cfg = config(math={"urls": [URL]})
+    cfg = cfg.model_copy(update={"loss": cfg.loss.model_copy(update=loss)})
+    right = taught(make_tree("r"), top_k=3)
+    with_teacher_weights([group_of(right)], cfg, 0)
+    for other in (taught(make_tree("x")), taught(make_tree("x"), top_k=2)):
+        with pytest.raises(ValueError, match=r"rollout x/0: loss.teacher_top_k = 3, and teachers"):
+            with_teacher_weights([group_of(right, other)], cfg, 0)
 
 
 def test_the_term_is_added_where_beta_is_and_has_no_gradient():
@@ -208,6 +289,17 @@ def test_the_reverse_kl_is_counted_per_token_and_by_source():
         "teacher/gap_abs_max": np.abs(gaps).max(),
         "teacher/beta_mean": 1.0,  # the other source has no teacher
     })  # fmt: skip
+
+
+def test_sampled_tokens_that_the_teacher_finds_most_probable_are_counted():
+    rollout = make_rollout("p", 3, 4)
+    tokens = rollout.tokens[rollout.sampled]
+    ids = np.stack([tokens, (tokens + 1) % 64], axis=1)
+    logprobs = np.array([[-0.1, -3], [-0.1, -3], [-3, -0.1], [-0.1, -3]], np.float32)
+    scores = TeacherScores(logprobs[:, 0], TeacherTop.of(ids, logprobs))
+    sums = MetricSums()
+    count_teachers(sums, [group_of(rollout.with_teacher([scores]))], config(math={"urls": [URL]}))
+    assert sums.reduce(None, "cpu")["teacher/top1_frac"] == 0.75
 
 
 @pytest.mark.parametrize("has_teacher", [True, False])

@@ -112,6 +112,16 @@ def test_a_source_needs_tables_in_data_train():
         ({"loss": {"name": "sft"}, "run": {"group_size": 1}}, "[teachers] has no effect"),
         ({"teachers": {}, "advantage": {"weight": 0.0}}, "advantage.weight = 0 without a teacher"),
         ({"run": {"group_size": 1}}, "needs run.group_size >= 2"),
+        (
+            {"loss": {"teacher_form": "reverse"}},
+            "teacher_form = reverse with loss.teacher_top_k = 0",
+        ),
+        ({"loss": {"teacher_top_k": 8}}, "teacher_form = token with loss.teacher_top_k = 8"),
+        (
+            {"teachers": {}, "loss": {"teacher_form": "forward", "teacher_top_k": 8}},
+            "loss.teacher_form = forward has no effect without a teacher",
+        ),
+        ({"loss": {"teacher_form": "reverse", "teacher_top_k": 65536}}, "must be 65535 or less"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(sections, message):

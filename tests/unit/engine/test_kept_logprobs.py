@@ -61,7 +61,7 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
     )
     expected = enumerate_sets(y, labels, sets, 47, temperature)
     close = 1e-12 if dtype == "float64" else 5e-6
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(got[:4], expected, strict=True):
         assert (a.double() - b).abs().max() <= close
     used = [index for index, name in enumerate(("logprobs", "entropy")) if which in ("both", name)]
     (grad,) = torch.autograd.grad([got[i] for i in used], x, [weights[i].to(x.dtype) for i in used])
@@ -98,7 +98,7 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
     )
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     expected = enumerate_sets(y @ v.t(), labels, sets, 47, 0.8)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(got[:4], expected, strict=True):
         assert (a - b).abs().max() <= 1e-11
     torch.autograd.backward(got[:2], list(weights))
     expected_grads = torch.autograd.grad(list(expected[:2]), [y, v], list(weights))

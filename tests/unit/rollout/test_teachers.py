@@ -17,10 +17,18 @@ from megatron_rl.rollout.client import teachers as teachers_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import RetryableError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.client.teachers import ScoreRequest, Teachers
+from megatron_rl.rollout.client.score_request import ScoreRequest
+from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.group import Group, GroupState
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
-from tests.fake_teacher import TEACHER_ANSWERS, FakeTeacher, expected_logprobs, honest
+from tests.fake_teacher import (
+    TEACHER_ANSWERS,
+    TOP_ANSWERS,
+    FakeTeacher,
+    expected_logprobs,
+    honest,
+    top_of,
+)
 from tests.unit.batch.rollouts import make_rollout
 
 PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(4)]
@@ -33,8 +41,9 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(teachers_module, "RETRY_SECONDS", 0.0)
 
 
-def teachers_of(*urls: str, name: str = "math", **settings) -> Teachers:
-    return Teachers({name: Teacher(urls=urls)}, RolloutConfig(**settings), SPEC.vocab_size)
+def teachers_of(*urls: str, name: str = "math", top_k: int = 0, **settings) -> Teachers:
+    cfg = RolloutConfig(**settings)
+    return Teachers({name: Teacher(urls=urls)}, cfg, SPEC.vocab_size, top_k)
 
 
 def client_of(server: FakeServer, teachers: Teachers, **settings) -> RolloutClient:
@@ -125,10 +134,11 @@ def test_the_last_id_of_the_vocabulary_is_named_0_by_a_real_server():
     answer = honest(request.body())
     entries = answer["meta_info"]["input_token_logprobs"]
     entries[1][1] = 0
-    assert request.logprobs(answer).tolist() == np.float32([e[0] for e in entries[1:]]).tolist()
+    scores = request.scores(answer, np.arange(2))
+    assert scores.logprobs.tolist() == np.float32([e[0] for e in entries[1:]]).tolist()
     entries[2][1] = 0
     with pytest.raises(RetryableError, match="other_text: token 2 after the prompt is 0, not 5"):
-        request.logprobs(answer)
+        request.scores(answer, np.arange(2))
 
 
 def test_the_table_has_every_wrong_answer():
@@ -142,6 +152,56 @@ def test_a_wrong_answer_is_counted_and_asked_again(fault, reason):
         teachers, group = teachers_of(teacher.url, **limits), sampled(make_rollout("r", 3, 4))
         score(teachers, group)
         assert_taught(group.rollouts[0])
+    totals = {name: count for name, count in teachers.totals().items() if count}
+    assert totals == {
+        "teacher/requests_total": 2,
+        "teacher/retries_total": 1,
+        f"teacher/faults_{reason}_total": 1,
+    }
+
+
+TOP_REASONS = {
+    "top_of_fewer_tokens": "count", "fewer_in_top": "count", "no_top": "body", "top_cut": "body",
+    "top_no_base64": "body", "top_beyond_the_vocabulary": "body", "top_negative_id": "body",
+    "top_id_twice": "body", "top_nan": "value", "top_infinite": "value", "top_positive": "value",
+    "top_of_other_places": "text", "top_of_another_text": "text",
+}  # fmt: skip
+
+
+def assert_has_top(sequence: Rollout, k: int) -> None:
+    top = sequence.teacher_top
+    ids, values = top_of(sequence.tokens.tolist(), sequence.sampled.tolist(), k)
+    order = np.argsort(ids, axis=1)
+    found = top.sets.ids().reshape(-1, k)
+    np.testing.assert_array_equal(found, np.take_along_axis(ids, order, 1))
+    np.testing.assert_array_equal(top.logprobs.reshape(-1, k), np.take_along_axis(values, order, 1))
+
+
+def test_the_most_probable_tokens_are_those_of_the_sampled_places():
+    first = replace(make_rollout("r", 3, 6), environment=((5, 7),))
+    first = replace(
+        first,
+        rollout_logprobs=first.rollout_logprobs[:4],
+        policy_versions=first.policy_versions[:4],
+    )
+    group = sampled(first, make_rollout("s", 2, 1))
+    with FakeTeacher("ok") as teacher:
+        score(teachers_of(teacher.url, top_k=3), group)
+    for rollout in group.rollouts.values():
+        assert_taught(rollout)
+        assert_has_top(rollout, 3)
+
+
+def test_the_table_has_every_wrong_answer_about_most_probable_tokens():
+    assert set(TOP_ANSWERS) == set(TOP_REASONS)
+
+
+@pytest.mark.parametrize(("fault", "reason"), TOP_REASONS.items())
+def test_wrong_most_probable_tokens_are_counted_and_asked_again(fault, reason):
+    with FakeTeacher(fault, "ok") as teacher:
+        teachers, group = teachers_of(teacher.url, top_k=3), sampled(make_rollout("r", 3, 4))
+        score(teachers, group)
+        assert_has_top(group.rollouts[0], 3)
     totals = {name: count for name, count in teachers.totals().items() if count}
     assert totals == {
         "teacher/requests_total": 2,

@@ -16,6 +16,7 @@ from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, RecordedRol
 KINDS = (
     *("tokens", "logprobs", "environment", "routed_experts", "missing_routes", "routes_digest"),
     *("mask_sizes", "mask_codes", "episode_digest", "teacher_logprobs"),
+    *("teacher_top_sizes", "teacher_top_codes", "teacher_top_logprobs"),
 )
 """Kinds of tensors of a sequence."""
 Records = dict[tuple[Path, int], list[RecordedRollout]]
