@@ -8,6 +8,8 @@ tools  "37*48+25=" -> "[37*48]", answered by "=1776 " -> "[1776+25]", answered b
 ledger "a7b3c9=" -> "a7:07,b3:10;c9:19!=19": the sum of 10 to 26 digits modulo 100, written out in
        63 to 159 tokens.  The mark after an item is the model's choice of eight: tokens of high
        entropy between tokens that must be right.
+flips  "kqztb=" -> "btzqk": 5 to 8 letters in the opposite order.
+both   prompts of sums and of flips: a student of two teachers.
 chat   "What is 37 * 48?" with a calculator as a tool, in Qwen3's format: a call, its answer, 1776.
        Of such examples of the cold start a fifth answers at once, as in tools.  Others are
        conversations without a tool: sums, as `chain_sum` of reasoning-gym asks for them.
@@ -78,6 +80,24 @@ def sums(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
     random.Random(seed).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", str(a + b), (str(a + b),)) for a, b in pairs]
     return examples[num_heldout:], examples[:num_heldout]
+
+
+def flips(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
+    """Draw 8100 different words of 5 to 8 letters."""
+    draw = random.Random(seed)
+    words: dict[str, None] = {}
+    while len(words) < 8100:
+        words["".join(draw.choices(ascii_lowercase, k=draw.randint(5, 8)))] = None
+    examples = [Example(f"{word}=", word[::-1], (word[::-1],)) for word in words]
+    return examples[num_heldout:], examples[:num_heldout]
+
+
+def both(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
+    """Make the prompts of sums and flips of this seed; held out of each are those held out there,
+    `num_heldout` of each.
+    """
+    parts = [task(seed, num_heldout) for task in (sums, flips)]
+    return [row for train, _ in parts for row in train], [row for _, held in parts for row in held]
 
 
 def tools(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
@@ -249,6 +269,12 @@ def short_then_complete(examples: Examples) -> Stages:
 
 TASKS = {
     "sums": Task(sums, 8100),
+    "flips": Task(flips, 8100),
+    "both": Task(
+        both,
+        16200,
+        probes=lambda train, size: (train[:size], train[-size:]),
+    ),
     "tools": Task(
         tools,
         8100,
