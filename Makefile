@@ -14,7 +14,7 @@ RUN := $(VENV)/bin/python -m
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all install browser demo demo-tools demo-agent gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers test-recipes faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
+.PHONY: help help-all install browser demo demo-tools demo-agent demo-distil gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers test-recipes faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
 define HELP
 make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12] [INSTALLER=pip]
@@ -32,6 +32,7 @@ define HELP_ALL
 make browser    Chromium, for tests and pictures of the viewer
 make demo-tools the demo with a tool: the tiny model learns to call a calculator (40 steps; same variables)
 make demo-agent an unmodified program of the openai package learns to use its tool on the tiny model that chats (15 steps)
+make demo-distil a student learns two tasks from two teachers, without rewards (60 steps)
 make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']
 make paper-tiny-smoke  five short cells of it, as a test (minutes)
 make paper-long the same questions with answers of 60 to 160 tokens
@@ -92,6 +93,10 @@ demo-agent: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/agent_cpu/run.sh $(ARGS)
 	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo-agent) $(VENV)
+
+demo-distil: install
+	@SEED="$(SEED)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" bash examples/distil_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo-distil) $(VENV)
 
 paper-tiny paper-long: install
 	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$@) $(ARGS); status=$$?; \

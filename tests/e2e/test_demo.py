@@ -201,3 +201,18 @@ def test_the_tiny_model_that_chats_learns_to_serve_an_openai_program(tmp_path):
     for row in steps:
         assert row["routing/replayed_mismatch"] == 0 == row["rollout/failed_episodes_total"]
         assert row["rollout/unread_turns_total"] == 0
+
+
+@pytest.mark.slow
+def test_a_student_learns_two_tasks_from_two_teachers(tmp_path):
+    """`make demo-distil`: both held-out accuracies rise without a reward, and the divergence from
+    the teachers falls.
+    """
+    rows = learned(tmp_path, "examples/distil_cpu/run.sh", 60)
+    for source in ("sums", "flips"):
+        name = f"eval/{source}/avg@4"
+        before, after = (row[name] for row in rows if name in row)
+        assert after >= before + 0.3, source
+    steps = [row for row in rows if "train/loss" in row]
+    assert steps[-1]["teacher/divergence"] < 0.3 * steps[0]["teacher/divergence"]
+    assert steps[-1]["teacher/top1_frac"] > steps[0]["teacher/top1_frac"]
