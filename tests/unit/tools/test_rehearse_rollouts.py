@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from megatron_rl.batch.pack import check_sample
+from megatron_rl.batch.teacher_weights import check_top
 from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
@@ -38,6 +40,20 @@ def test_turns_kept_sets_and_versions(material):
         routes = rollout.routed_experts
         assert routes.shape == (len(rollout.tokens) - 1, 4, 2) and routes.max() == 7
         assert (routes[..., 0] != routes[..., 1]).all()
+
+
+@pytest.mark.parametrize("form", ["token", "reverse"])
+def test_a_teacher_has_scored_them(material, form):
+    top_k = "0" if form == "token" else "6"
+    cfg, spec = config(
+        material, "--teachers.big.urls", "http://10.0.0.2:1", "--teachers.big.beta", "0.5",
+        "--loss.teacher_form", form, "--loss.teacher_top_k", top_k,
+    )  # fmt: skip
+    for sample in invented_samples(spec, cfg, [8, 60], turns=2):
+        check_sample(sample)
+        assert sample.teacher_weight == 0.5 and sample.rollout.is_taught
+        check_top(sample.rollout, "big", cfg.loss.teacher_top_k)
+        assert (sample.rollout.teacher_top is None) == (form == "token")
 
 
 def test_without_them(material):

@@ -15,11 +15,13 @@ import numpy as np
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import make_mini_batch, make_samples
+from megatron_rl.batch.teacher_weights import with_teacher_weights
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, Rollout, Sample
 from megatron_rl.records.sampling_mask import SamplingMask, to_varints
+from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 
 PROMPT = 3
@@ -51,11 +53,18 @@ def invented_samples(
 
     turns: of each sequence, as many as fit.  With kept sets (rollout.top_p, top_k, min_p) every
     token's set is as large as rollout.top_k allows.  With rollout.max_staleness a sequence's tokens
-    have all versions of the weights from the oldest allowed one on.
+    have all versions of the weights from the oldest allowed one on.  With teachers all are scored
+    by the first one.
     """
     rng = np.random.default_rng(0)
+    teachers = cfg.teachers.with_servers.values()
+    beta = next((teacher.beta_at(0) for teacher in teachers), 0.0)
     return [
-        Sample(invent(f"s{index}", spec, cfg, length, turns, rng), float(rng.normal()))
+        Sample(
+            invent(f"s{index}", spec, cfg, length, turns, rng),
+            float(rng.normal()),
+            teacher_weight=beta,
+        )
         for index, length in enumerate(lengths)
     ]
 
@@ -78,13 +87,21 @@ def invent(
     )
     number = rollout.response_length
     logprobs = -math.log(spec.vocab_size) + 0.3 * rng.standard_normal(number)
-    newest = cfg.rollout.max_staleness
-    return replace(
+    newest, sampled = cfg.rollout.max_staleness, tokens[rollout.sampled]
+    kept = cfg.rollout.top_k if cfg.rollout.truncation is not None else 0
+    rollout = replace(
         rollout,
         rollout_logprobs=logprobs.astype(np.float32),
         policy_versions=np.linspace(0, newest + 1, number, endpoint=False).astype(np.int32),
-        sampling_mask=invented_sets(spec, cfg, tokens[rollout.sampled]),
+        sampling_mask=invented_sets(spec, kept, sampled),
     )
+    if not cfg.teachers.with_servers:
+        return rollout
+    top, sets = None, invented_sets(spec, cfg.loss.teacher_top_k, sampled)
+    if sets is not None:
+        uniform = np.full(int(sets.sizes.sum()), -math.log(spec.vocab_size), np.float32)
+        top = TeacherTop(sets, uniform)
+    return rollout.with_teacher([TeacherScores(logprobs.astype(np.float32), top)])
 
 
 def invented_routes(
@@ -98,11 +115,13 @@ def invented_routes(
     return ids.astype(np.uint8 if spec.num_experts <= 256 else np.int16)
 
 
-def invented_sets(spec: ModelSpec, cfg: Config, sampled: np.ndarray) -> SamplingMask | None:
-    """Return a set of neighbouring ids for every sampled token, that token among them."""
-    if cfg.rollout.truncation is None:
+def invented_sets(spec: ModelSpec, size: int, sampled: np.ndarray) -> SamplingMask | None:
+    """Return a set of `size` neighbouring ids for every sampled token, that token among them; None
+    for a size of 0.
+    """
+    if size < 1:
         return None
-    size = min(cfg.rollout.top_k, spec.vocab_size)
+    size = min(size, spec.vocab_size)
     steps = np.ones((len(sampled), size), np.int64)
     steps[:, 0] = np.minimum(sampled, spec.vocab_size - size)
     return SamplingMask(np.full(len(sampled), size, np.uint16), to_varints(steps.reshape(-1)))
@@ -123,6 +142,7 @@ def saved_samples(
         with_penalties(groups, cfg), cfg.advantage_kind, None,
         reward_weights=cfg.advantage.rewards,
     )  # fmt: skip
+    groups = with_teacher_weights(groups, cfg, 0)
     samples = [
         sample for group in groups for sample in make_samples(group, cfg.batch.filter_truncated)
     ]
