@@ -128,7 +128,8 @@ class Engine:
         self._token_logprobs = self._output_logprobs()
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
-        self.offload = Offload(self.models, self.optimizer.core, self.parallel.device)
+        kept = self.optimizer.cosine.last
+        self.offload = Offload(self.models, self.optimizer.core, self.parallel.device, kept)
 
     def _output_logprobs(self) -> OutputLogprobs:
         vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
@@ -300,6 +301,8 @@ class Engine:
         if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
+            if outcome.cosine is not None:
+                sums.add("optim/grad_cosine", outcome.cosine)
             sums.add("optim/skipped_updates", float(outcome.skipped))
             sums.add("optim/empty_updates", float(outcome.empty))
             sums.add("perf/balance", batch.lockstep_efficiency)

@@ -73,9 +73,12 @@ class Offload:
         models: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         device: torch.device,
+        kept: Sequence[Tensor] = (),
     ) -> None:
+        """kept: tensors that live as long as the optimizer's state (optim.measure_cosine)."""
         self.models = models
         self.optimizer = optimizer
+        self.kept = kept
         self.device = device
         self.host = HostMemory(pinned=device.type == "cuda")
         self.freed: list[Freed] = []
@@ -163,6 +166,7 @@ class Offload:
         for optimizer in self._optimizers():
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from self.kept
 
     def _optimizer_parameters(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers():

@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.config import Config
 from megatron_rl.engine.adam_fields import check_adam_fields
 from megatron_rl.engine.core_fields import fields_of, make_core
+from megatron_rl.engine.gradient_cosine import GradientCosine
 
 OF_OPTIMIZER = "start_param_sync_for_bucket_group_subset"
 """core 0.19.2's method that gathers the parameters of a distributed optimizer."""
@@ -169,6 +170,9 @@ class StepOutcome:
     """The gradient was not finite."""
     empty: bool = False
     """The gradient was exactly 0."""
+    cosine: float | None = None
+    """Cosine of its gradient and that of the last update; None: there was none, or it is not
+    measured."""
 
 
 class MeasuredOptimizer(ChainedOptimizer):
@@ -269,6 +273,9 @@ class Optimizer:
             # core starts a warm-up at lr 0, so that the first update would train nothing: skip this
             # step.  lr_decay_steps is one longer for it, else the last update would have lr 0.
             self.scheduler.step(increment=1)
+        device = next(models[0].parameters()).device
+        self.cosine = GradientCosine(self.core.chained_optimizers, device)
+        self._measures_cosine = config.measure_cosine
         self._models = models
         self._max_skipped = config.max_skipped_updates
         self.skipped_in_a_row = 0
@@ -306,6 +313,8 @@ class Optimizer:
         self.skipped_in_a_row = 0
         if grad_norm == 0:
             return StepOutcome(grad_norm, lr, skipped=False, empty=True)
+        # before `step` clips the gradient in place
+        cosine = self.cosine.measure() if self._measures_cosine else None
         self.core.step()
         self.scheduler.step(increment=1)
-        return StepOutcome(grad_norm, lr, skipped=False)
+        return StepOutcome(grad_norm, lr, skipped=False, cosine=cosine)

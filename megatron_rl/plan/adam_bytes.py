@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config import Config
 
@@ -30,6 +30,13 @@ class AdamBytes:
 
 def adam_bytes(cfg: Config) -> AdamBytes:
     """Return the bytes of one parameter under [optim] and the fields of [megatron]."""
+    found = bytes_of_state(cfg)
+    # the gradient of the update before
+    return replace(found, device=found.device + 4 * cfg.optim.measure_cosine)
+
+
+def bytes_of_state(cfg: Config) -> AdamBytes:
+    """Return `adam_bytes` without the copy of optim.measure_cosine."""
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     in_float32 = dtype_bytes(cfg, "main_grads_dtype") == 4
     gradient = 4 if cfg.megatron.is_on("grad_reduce_in_fp32", default=in_float32) else size

@@ -146,6 +146,9 @@ class OptimConfig(Section):
     """megatron-core's distributed optimizer (state sharded over data-parallel ranks)."""
     max_skipped_updates: Positive = 3
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+    measure_cosine: bool = False
+    """Measure the cosine of the gradients of consecutive updates (optim/grad_cosine).  Keeps a copy
+    of the gradient: 4 bytes a parameter, of this rank's shard with `distributed`."""
 
 
 class MegatronConfig(Section):
