@@ -127,6 +127,8 @@ def pack(
         set_index=set_index,
         teacher_tops=tops,
         top_index=top_index,
+        kept=None,
+        top=None,
     )
 
 

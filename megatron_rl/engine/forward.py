@@ -265,6 +265,7 @@ def to_device(
         top, tops = None, micro_batch.teacher_tops
         if with_kept and tops is not None and micro_batch.top_index is not None:
             top = top_of_rows(tops, micro_batch.top_index[rows].numpy(), device)
-        on_host = {"routed_experts": None, "sampling_masks": None, "teacher_tops": None}
-        moved.append(replace(micro_batch, **on_host, kept=kept, top=top, **tensors))
+        # they stay on the host
+        tensors |= dict.fromkeys(("routed_experts", "sampling_masks", "teacher_tops"))
+        moved.append(replace(micro_batch, **tensors, kept=kept, top=top))
     return moved
