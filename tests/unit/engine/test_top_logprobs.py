@@ -154,3 +154,30 @@ def test_no_tokens_at_all():
     )
     assert got.top.shape == (0,)
     assert teacher_divergence(got.top, top, "forward", 4).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("m", [0.01, 0.5, 0.9, 0.97])
+def test_the_pull_on_the_mass_of_the_tokens_is_that_of_the_guide(m):
+    """docs/guides/distillation.md: the student gives mass m to the teacher's K tokens, M by the
+    teacher, and is the teacher within K and outside.
+    """
+    teacher = (2 * torch.randn(1, VOCAB, dtype=torch.float64)).log_softmax(1)
+    values, ids = teacher.topk(K)
+    mass = values.exp().sum().item()
+    is_top = torch.zeros(VOCAB).scatter(0, ids[0], 1.0).bool()
+    odds = torch.tensor(m / (1 - m), dtype=torch.float64).log().requires_grad_()
+    inside, outside = odds.sigmoid(), 1 - odds.sigmoid()
+    student = torch.where(is_top, inside / mass, outside / (1 - mass)).log() + teacher[0]
+    log_ratio, log_rest = np.log(m / mass), np.log((1 - m) / (1 - mass))
+    expected = {
+        ("reverse", K): m * (1 - m) * log_ratio,
+        ("forward", K): (m - mass) * (1 - m),
+        ("reverse", VOCAB): m * (1 - m) * (log_ratio - log_rest),
+        ("forward", VOCAB): m - mass,
+    }
+    for (form, k), pull in expected.items():
+        values, ids = teacher.topk(k)
+        top = top_of_rows([TeacherTop.of(ids.numpy(), values.numpy())], np.zeros(1, int))
+        divergence = teacher_divergence(student[ids[0].sort().values], top, form, 1)
+        (grad,) = torch.autograd.grad(divergence.sum(), odds, retain_graph=True)
+        assert grad.item() == pytest.approx(pull, rel=1e-4, abs=1e-6), (form, k)
