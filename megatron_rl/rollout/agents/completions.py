@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
+from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
+from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question, split_prefill
 
 FULL_SOFTMAX = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
 """Field -> allowed values, where the run does not truncate (rollout.top_p, top_k, min_p)."""
@@ -90,6 +91,10 @@ class CompletionRequest(BaseModel):
     logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    continue_final_message: bool = False
+    """The last message is the assistant's, and the answer continues it."""
+    add_generation_prompt: bool | None = None
+    """As for other servers: false where the last message is continued, else true."""
 
     @property
     def limit(self) -> int | None:
@@ -109,7 +114,37 @@ class CompletionRequest(BaseModel):
     @property
     def question(self) -> Question:
         tools = [] if self.tool_choice == "none" else self.tools
-        return Question(self.messages, tools, self.must_call, self.limit, self.stops, self.n)
+        messages, prefill = self._opened()
+        return Question(messages, tools, self.must_call, self.limit, self.stops, self.n, prefill)
+
+    def _opened(self) -> tuple[Sequence[Message], str]:
+        """Return the messages that are answered, and the beginning of the answer.
+
+        Raises ApiError for a last message that does not fit continue_final_message.
+        """
+        is_answer = bool(self.messages) and self.messages[-1].get("role") == "assistant"
+        if self.add_generation_prompt is self.continue_final_message:
+            raise ApiError(
+                400,
+                f"add_generation_prompt = {self.add_generation_prompt}: must be the opposite of"
+                f" continue_final_message, {self.continue_final_message}; remove it",
+                param="add_generation_prompt",
+            )
+        if is_answer and not self.continue_final_message:
+            raise ApiError(
+                400,
+                "messages: must end with a message that is not the assistant's, which the model"
+                " answers; or set continue_final_message = true and add_generation_prompt = false",
+                param="messages",
+            )
+        if self.continue_final_message and not is_answer:
+            raise ApiError(
+                400,
+                "continue_final_message = True: the last message must be the assistant's; remove"
+                " it",
+                param="continue_final_message",
+            )
+        return split_prefill(self.messages) if is_answer else (self.messages, "")
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         return completion(self, turns, self._logprobs(turns, tokenizer))

@@ -9,15 +9,23 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
+from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.completions import checked
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.question import CONTEXT_FULL, ApiError, Json, Question
+from megatron_rl.rollout.agents.question import (
+    CONTEXT_FULL,
+    ApiError,
+    Json,
+    Question,
+    split_prefill,
+)
 
 WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "thinking", "diagnostics")
 """Fields that change no token: bookkeeping, caches, and thinking, which the model does as it was
@@ -67,13 +75,17 @@ class CountRequest(BaseModel):
             }
             for tool in self.tools
         ]
+        first = [{"role": "system", "content": system}] if system else []
+        parts = [part for message in self.messages for part in parts_of(message)]
+        messages: Sequence[Message] = [*first, *merged(parts)]
+        prefill = ""
+        if messages and messages[-1]["role"] == "assistant":
+            messages, prefill = split_prefill(messages)
         return Question(
-            messages=[
-                *([{"role": "system", "content": system}] if system else []),
-                *(part for message in self.messages for part in parts_of(message)),
-            ],
+            messages=messages,
             tools=[] if choice.type == "none" else schemas,
             must_call={"any": "", "tool": choice.name or ""}.get(choice.type),
+            prefill=prefill,
         )
 
 
@@ -87,10 +99,7 @@ class MessagesRequest(CountRequest):
 
     @property
     def question(self) -> Question:
-        asked = super().question
-        return Question(
-            asked.messages, asked.tools, asked.must_call, self.max_tokens, self.stop_sequences
-        )
+        return replace(super().question, limit=self.max_tokens, stops=self.stop_sequences)
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         (turn,) = turns
@@ -176,6 +185,23 @@ def parts_of(message: Json) -> Iterator[Json]:
         else:
             texts.append(block)
     yield from user(texts)
+
+
+def merged(messages: Sequence[Json]) -> list[Json]:
+    """Join the assistant's messages that follow one another, as Anthropic does: a client that gave
+    the beginning of an answer may send what followed as a message of its own.
+    """
+    joined: list[Json] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"] == "assistant":
+            before: Mapping[str, Any] = joined[-1]
+            # texts and lists of calls
+            both = before.keys() & message.keys() - {"role"}
+            added: Json = {name: before[name] + message[name] for name in both}
+            joined[-1] = {**before, **message, **added}
+        else:
+            joined.append(message)
+    return joined
 
 
 def user(blocks: Sequence[Json]) -> Iterator[Json]:
