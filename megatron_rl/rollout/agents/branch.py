@@ -159,7 +159,7 @@ class Branch:
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         num_prompt_tokens, read = len(prompt.token_ids), None
         if session.chat is not None:
-            read = partial(self._read, session.chat, num_prompt_tokens, response, match.after)
+            read = partial(self._read, num_prompt_tokens, response, match.after, chat=session.chat)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         return Turn(
             match.before, response, turn.finish_reason, num_prompt_tokens, read,
@@ -191,10 +191,11 @@ class Branch:
 
     def _read(
         self,
-        chat: Chat,
         start: int,
         response: Sequence[int],
         after: str,
+        *,
+        chat: Chat,
         tools: Sequence[Schema] = (),
         prefill: Prefill = NO_PREFILL,
     ) -> Reply:

@@ -95,6 +95,8 @@ class CompletionRequest(BaseModel):
     """The last message is the assistant's, and the answer continues it."""
     add_generation_prompt: bool | None = None
     """As for other servers: false where the last message is continued, else true."""
+    chat_template_kwargs: Json = {}
+    """Settings of the format, such as enable_thinking; see Chat.with_template."""
 
     @property
     def limit(self) -> int | None:
@@ -115,7 +117,16 @@ class CompletionRequest(BaseModel):
     def question(self) -> Question:
         tools = [] if self.tool_choice == "none" else self.tools
         messages, prefill = self._opened()
-        return Question(messages, tools, self.must_call, self.limit, self.stops, self.n, prefill)
+        return Question(
+            messages,
+            tools,
+            self.must_call,
+            self.limit,
+            self.stops,
+            self.n,
+            prefill,
+            self.chat_template_kwargs,
+        )
 
     def _opened(self) -> tuple[Sequence[Message], str]:
         """Return the messages that are answered, and the beginning of the answer.

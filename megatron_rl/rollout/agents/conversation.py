@@ -133,11 +133,14 @@ class Conversations:
         stop_token_ids: Sequence[int] = (),
         stops: Sequence[str] = (),
         prefill: str = "",
+        template: Mapping[str, object] | None = None,
     ) -> Turn:
         """Sample a turn as `generate` does, which also ends at one of the texts `stops`, and add it
         to `answers` of `reading`.
 
-        prefill: text with which the answer begins; the turn is what follows it.
+        prefill: text with which the answer begins; the turn is what follows it.  template:
+        chat_template_kwargs; with others than a turn had, messages do not continue it, as they may
+        change how its input is written.
         """
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
             raise ValueError(
@@ -150,13 +153,14 @@ class Conversations:
                 " answers"
             )
         start = self._prefill(prefill) if prefill else NO_PREFILL
-        digests = digests_of(messages, tools.schemas)
+        chat = self._chat.with_template(template or {})
+        digests = digests_of(messages, tools.schemas, chat.template)
         node = self._continued_turn(messages, digests)
         thinking = thinking_of(messages) if node is None else node.thinking
-        branch = None if node is None else self._continued(node, messages, tools.schemas, start)
+        branch = None if node is None else self._continued(node, messages, tools, start, chat)
         if branch is None:
-            tokens = self._chat.render(messages, tools.schemas)
-            start.check(self._chat, tokens)
+            tokens = chat.render(messages, tools.schemas)
+            start.check(chat, tokens)
             branch = self._branch([*tokens, *start.token_ids])
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, digests[-1], thinking, start))
@@ -164,7 +168,7 @@ class Conversations:
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
         )
         assert turn.read is not None  # the session has a chat format
-        read = partial(turn.read, tools=tools.schemas, prefill=start)
+        read = partial(turn.read, chat=chat, tools=tools.schemas, prefill=start)
         answer.turn = replace(turn, tools=tools, read=read, prefill=start.text)
         return answer.turn
 
@@ -231,18 +235,19 @@ class Conversations:
         self,
         node: Node,
         messages: Sequence[Message],
-        schemas: Sequence[Schema],
+        tools: Tools,
         start: Prefill,
+        chat: Chat,
     ) -> Branch | None:
         """Return the sequence of `node` with the messages after it and the beginning of the answer;
         None where the format would change sampled tokens.
         """
         # there is an answer, as `node` is the last one
         added = messages[(last_answer(messages) or 0) + 1 :]
-        tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
+        tokens = chat.continuation(node.prompt, node.completion, added, tools.schemas)
         if tokens is None:
             return None
-        start.check(self._chat, [*node.prompt, *node.completion, *tokens])
+        start.check(chat, [*node.prompt, *node.completion, *tokens])
         tokens += start.token_ids
         # another request has continued this turn: the second one gets a sequence with equal tokens
         if not node.is_open:
@@ -283,11 +288,13 @@ def thinking_of(messages: Sequence[Message]) -> list[str | None]:
     ]
 
 
-def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
-    """Return for each message the digest of the tools and of the messages up to it, itself
-    included.
+def digests_of(
+    messages: Sequence[Message], schemas: Sequence[Schema], template: str
+) -> list[bytes]:
+    """Return for each message the digest of the tools, of the chat_template_kwargs and of the
+    messages up to it, itself included.
     """
-    first = chained(b"", [dict(schema) for schema in schemas])
+    first = chained(b"", [*map(dict, schemas), template])
     return list(accumulate(messages, chained, initial=first))[1:]
 
 

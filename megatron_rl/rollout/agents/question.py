@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -54,6 +54,8 @@ class Question:
     """Number of turns, side by side."""
     prefill: str = ""
     """Text with which the answer begins."""
+    template: Mapping[str, object] = field(default_factory=dict)
+    """Values of the format's own settings: chat_template_kwargs."""
 
 
 class DoorRequest(Protocol):
@@ -93,6 +95,7 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
                         max_tokens=asked.limit,
                         stops=asked.stops,
                         prefill=asked.prefill,
+                        template=asked.template,
                     )
                 )
                 for _ in range(asked.n)
@@ -112,9 +115,9 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
             410, "sampling has ended, and with it this episode", code="episode_ended"
         ) from error
     except (ValueError, EpisodeError) as error:
-        raise ApiError(
-            400, str(error), param="tools" if str(error).startswith("tools") else "messages"
-        ) from error
+        names = ("tools", "chat_template_kwargs")
+        param = next((name for name in names if str(error).startswith(name)), "messages")
+        raise ApiError(400, str(error), param=param) from error
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
