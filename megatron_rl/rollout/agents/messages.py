@@ -10,15 +10,15 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.chat import Message
-from megatron_rl.rollout.agents.completions import checked
 from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.fields import RequestFields, checked
 from megatron_rl.rollout.agents.question import (
     CONTEXT_FULL,
     ApiError,
@@ -27,9 +27,6 @@ from megatron_rl.rollout.agents.question import (
     split_prefill,
 )
 
-WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "thinking", "diagnostics")
-"""Fields that change no token: bookkeeping, caches, and thinking, which the model does as it was
-trained to; what it thought is an answer's first block."""
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 """Status -> type of an error; all others are invalid_request_error."""
 
@@ -49,16 +46,34 @@ class ToolParam(BaseModel):
     type: Literal["custom"] | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(RequestFields):
     """The fields of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    without_effect: ClassVar = {
+        **dict.fromkeys(
+            ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id"),
+            "bookkeeping and caches of the service",
+        ),
+        "thinking": "the model thinks as it was trained to, and the answer's first block has it",
+    }
+    refused: ClassVar = {
+        "container": "nothing is executed here",
+        "inference_geo": "the model is where the run is",
+        "output_config": "a schema would change the distribution",
+    }
 
     model: str
+    """Any name."""
     messages: list[Json]
+    """Blocks of text, tool calls, tool results (their text) and thinking. A last message of the
+    assistant's is continued by the answer."""
     system: str | list[Json] = ""
-    tools: list[ToolParam] = []
+    """Text."""
+    tools: list[ToolParam] = Field(default_factory=list)
+    """Tools of the client; those of Anthropic's servers are refused."""
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    """The answer is sampled freely, as in chat completions; `disable_parallel_tool_use` is
+    refused."""
 
     @property
     def question(self) -> Question:
@@ -93,9 +108,13 @@ class MessagesRequest(CountRequest):
     """The fields of a request that are read."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] = []
+    """At most what is left of the context."""
+    stop_sequences: list[str] = Field(default_factory=list)
+    """Any texts: the answer ends before the first match."""
     temperature: float | None = None
+    """Only the run's (`rollout.temperature`)."""
     stream: bool = False
+    """A delta for each block, after the turn was sampled."""
 
     @property
     def question(self) -> Question:
@@ -149,12 +168,12 @@ def read_request(
     """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
     be sampled as the run samples.
     """
-    return checked(MessagesRequest, content, WITHOUT_EFFECT, temperature, truncation)
+    return checked(MessagesRequest, content, temperature, truncation)
 
 
 def read_count(content: object) -> Question:
     """Read the body of a request to count tokens.  Raises ApiError."""
-    return checked(CountRequest, content, WITHOUT_EFFECT).question
+    return checked(CountRequest, content).question
 
 
 def parts_of(message: Json) -> Iterator[Json]:
@@ -175,7 +194,7 @@ def parts_of(message: Json) -> Iterator[Json]:
     if role == "assistant":
         yield assistant(blocks)
         return
-    texts: list[Json] = []
+    texts: list[Json] = Field(default_factory=list)
     for block in blocks:
         if block.get("type") == "tool_result":
             yield from user(texts)
@@ -191,7 +210,7 @@ def merged(messages: Sequence[Json]) -> list[Json]:
     """Join the assistant's messages that follow one another, as Anthropic does: a client that gave
     the beginning of an answer may send what followed as a message of its own.
     """
-    joined: list[Json] = []
+    joined: list[Json] = Field(default_factory=list)
     for message in messages:
         if joined and joined[-1]["role"] == message["role"] == "assistant":
             before: Mapping[str, Any] = joined[-1]
@@ -237,7 +256,7 @@ def text_of(content: object) -> str:
     """Return the text of a content.  Raises ApiError for a block that is no text, by its type."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    texts: list[str] = Field(default_factory=list)
     for block in content if isinstance(content, Sequence) else [content]:
         if isinstance(block, Mapping) and block.get("type") == "text":
             texts.append(str(block.get("text", "")))
@@ -253,7 +272,7 @@ def text_of(content: object) -> str:
 def blocks_of(turn: Turn) -> list[Json]:
     """Return the turn as blocks: thinking, text, calls of tools."""
     message: dict[str, Any] = turn.message
-    blocks: list[Json] = []
+    blocks: list[Json] = Field(default_factory=list)
     if message.get("reasoning_content"):
         # a client sends the signature back, and nothing reads it
         blocks.append(

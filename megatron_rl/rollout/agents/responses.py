@@ -10,31 +10,18 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.chat import Message
-from megatron_rl.rollout.agents.completions import checked
 from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.fields import RequestFields, checked
 from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
 
-WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "stream_options",
-    "max_tool_calls",
-    "reasoning",
-)
-"""Fields that change no token: bookkeeping, caches, padding of a stream, a limit for the tools of
-OpenAI's servers, and reasoning, which the model does as it was trained to."""
 Answered = dict[str, Sequence[Message]]
 """Id of an answer -> the messages up to it, itself included, without instructions: each request
 brings its own."""
@@ -65,6 +52,13 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": function}
 
 
+Includable = Literal[
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
 class NamedTool(BaseModel):
     """A tool_choice that names a function."""
 
@@ -80,47 +74,60 @@ class TextConfig(BaseModel):
     """Without effect: the model writes as it was trained to."""
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(RequestFields):
     """The fields of a request that are read."""
 
-    model_config = ConfigDict(extra="forbid")
+    without_effect: ClassVar = {
+        **dict.fromkeys(
+            ("user", "metadata", "service_tier", "safety_identifier"), "bookkeeping of the service"
+        ),
+        **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), "caches of the service"),
+        "stream_options": "padding of a stream",
+        "max_tool_calls": "a limit for tools of a server",
+        "reasoning": "the model thinks as it was trained to, and the answer's first item has it",
+    }
+    refused: ClassVar = {
+        "conversation": "send the items again, or previous_response_id",
+        "prompt": "no templates of a service are here: send their text",
+    }
 
     model: str = MODEL
-    input: str | list[Json] = []
+    """Any name."""
+    input: str | list[Json] = Field(default_factory=list)
+    """Text, or items: messages of text, reasoning, function calls and their outputs. Others are
+    refused by their type."""
     instructions: str = ""
+    """The system's message, of this request alone."""
     previous_response_id: str | None = None
+    """An answer of this episode that was read to its end; `input` follows it."""
     store: bool = True
-    """False: the answer is not kept for previous_response_id."""
-    tools: list[FunctionTool] = []
+    """False: the answer is not kept for `previous_response_id`."""
+    tools: list[FunctionTool] = Field(default_factory=list)
+    """Tools of type function; `strict` has no effect."""
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    """required or a function: the answer is sampled freely, as in chat completions."""
+    """The answer is sampled freely, as in chat completions."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """At most what is left of the context."""
     temperature: float | None = None
+    """Only the run's (`rollout.temperature`)."""
     stream: bool = False
+    """A delta for each item, after the turn was sampled."""
     text: TextConfig = TextConfig()
+    """Format text only; `verbosity` has no effect."""
     truncation: Literal["disabled"] = "disabled"
+    """Only disabled: a full context is an error."""
     background: Literal[False] = False
-    include: list[
-        Literal[
-            "reasoning.encrypted_content",
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-        ]
-    ] = []
-    """What OpenAI's tools would return, and encrypted reasoning, which is returned as text here:
-    nothing is included."""
+    """Only false."""
+    include: list[Includable] = Field(default_factory=list)
+    """Nothing is included: neither results of tools of a server, nor encrypted reasoning, which is
+    returned as text. `message.output_text.logprobs` is refused; chat completions have them."""
     _id: str = PrivateAttr(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     _created: float = PrivateAttr(default_factory=time.time)
     _messages: list[Message] = PrivateAttr(default_factory=list)
 
     @property
     def question(self) -> Question:
-        instructions = [{"role": "system", "content": self.instructions}]
-        choice = self.tool_choice
+        instructions, choice = [{"role": "system", "content": self.instructions}], self.tool_choice
         must_call = choice.name if isinstance(choice, NamedTool) else None
         return Question(
             [*(instructions if self.instructions else []), *self._messages],
@@ -218,7 +225,7 @@ def read_request(
     Raises ApiError, naming the field, for a request that would not be sampled as the run samples,
     or that continues an unknown answer.
     """
-    asked = checked(ResponsesRequest, content, WITHOUT_EFFECT, temperature, truncation)
+    asked = checked(ResponsesRequest, content, temperature, truncation)
     asked.continue_from({} if answered is None else answered)
     return asked
 
@@ -231,7 +238,7 @@ def messages_of(content: str | Sequence[Json]) -> list[Message]:
     """
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    messages: list[Json] = []
+    messages: list[Json] = Field(default_factory=list)
     last: int | None = None  # the place in an answer of the item before
     for item in content:
         kind = item.get("type", "message")
@@ -281,9 +288,8 @@ def text_of(content: object) -> str:
     """Return the text of a content.  Raises ApiError for a part that is no text, by its type."""
     if isinstance(content, str):
         return content
-    parts: Iterable[object] = content if isinstance(content, list) else [content]
-    texts: list[str] = []
-    for part in parts:
+    texts: list[str] = Field(default_factory=list)
+    for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else part
         if not isinstance(part, Mapping) or kind not in TEXTS:
             raise refused(f"a part of type {kind!r:.40} is no text; remove it")
@@ -294,7 +300,7 @@ def text_of(content: object) -> str:
 def items_of(turn: Turn) -> list[Json]:
     """Return the turn as items: reasoning, text, calls of functions."""
     message: dict[str, Any] = turn.message
-    items: list[Json] = []
+    items: list[Json] = Field(default_factory=list)
     if thinking := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thinking}]
         items.append({"type": "reasoning", "id": new_id("rs"), "summary": [], "content": content})

@@ -244,7 +244,7 @@ REFUSED = {
         "tool_choice": {"type": "allowed_tools", "tools": []}
     },
     "max_output_tokens = 0": {"max_output_tokens": 0},
-    "conversation = 'c': is not known here": {"conversation": "c"},
+    "conversation = 'c': send the items again": {"conversation": "c"},
     "a part of type 'input_image' is no text": {
         "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
     },
