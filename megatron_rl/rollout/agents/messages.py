@@ -194,7 +194,7 @@ def parts_of(message: Json) -> Iterator[Json]:
     if role == "assistant":
         yield assistant(blocks)
         return
-    texts: list[Json] = Field(default_factory=list)
+    texts: list[Json] = []
     for block in blocks:
         if block.get("type") == "tool_result":
             yield from user(texts)
@@ -210,7 +210,7 @@ def merged(messages: Sequence[Json]) -> list[Json]:
     """Join the assistant's messages that follow one another, as Anthropic does: a client that gave
     the beginning of an answer may send what followed as a message of its own.
     """
-    joined: list[Json] = Field(default_factory=list)
+    joined: list[Json] = []
     for message in messages:
         if joined and joined[-1]["role"] == message["role"] == "assistant":
             before: Mapping[str, Any] = joined[-1]
@@ -256,7 +256,7 @@ def text_of(content: object) -> str:
     """Return the text of a content.  Raises ApiError for a block that is no text, by its type."""
     if isinstance(content, str):
         return content
-    texts: list[str] = Field(default_factory=list)
+    texts: list[str] = []
     for block in content if isinstance(content, Sequence) else [content]:
         if isinstance(block, Mapping) and block.get("type") == "text":
             texts.append(str(block.get("text", "")))
@@ -272,7 +272,7 @@ def text_of(content: object) -> str:
 def blocks_of(turn: Turn) -> list[Json]:
     """Return the turn as blocks: thinking, text, calls of tools."""
     message: dict[str, Any] = turn.message
-    blocks: list[Json] = Field(default_factory=list)
+    blocks: list[Json] = []
     if message.get("reasoning_content"):
         # a client sends the signature back, and nothing reads it
         blocks.append(

@@ -238,7 +238,7 @@ def messages_of(content: str | Sequence[Json]) -> list[Message]:
     """
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    messages: list[Json] = Field(default_factory=list)
+    messages: list[Json] = []
     last: int | None = None  # the place in an answer of the item before
     for item in content:
         kind = item.get("type", "message")
@@ -288,7 +288,7 @@ def text_of(content: object) -> str:
     """Return the text of a content.  Raises ApiError for a part that is no text, by its type."""
     if isinstance(content, str):
         return content
-    texts: list[str] = Field(default_factory=list)
+    texts: list[str] = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else part
         if not isinstance(part, Mapping) or kind not in TEXTS:
@@ -300,7 +300,7 @@ def text_of(content: object) -> str:
 def items_of(turn: Turn) -> list[Json]:
     """Return the turn as items: reasoning, text, calls of functions."""
     message: dict[str, Any] = turn.message
-    items: list[Json] = Field(default_factory=list)
+    items: list[Json] = []
     if thinking := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thinking}]
         items.append({"type": "reasoning", "id": new_id("rs"), "summary": [], "content": content})
