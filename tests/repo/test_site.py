@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.commands import PACKAGES
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import meaning
-from megatron_rl_tools import settings_reference
+from megatron_rl_tools import endpoint_reference, settings_reference
 from tests.repo.test_language import PAGES, prose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +120,22 @@ def test_modules_that_the_changelog_names_exist():
 def test_settings_page_is_current():
     said = settings_reference.PAGE.read_text()
     assert said == settings_reference.page(), "run python -m megatron_rl_tools.settings_reference"
+
+
+def test_fields_of_the_endpoint_are_current():
+    said = endpoint_reference.PAGE.read_text()
+    assert said == endpoint_reference.page(said), (
+        "run python -m megatron_rl_tools.endpoint_reference"
+    )
+    with pytest.raises(ValueError, match="once"):
+        endpoint_reference.page(said + said)
+
+
+def test_every_field_of_the_endpoint_has_a_meaning():
+    for door in endpoint_reference.DOORS.values():
+        named = list(endpoint_reference.rows(door))
+        assert len(named) > 12 and all(why.endswith(".") for _, _, why in named)
+        assert len({name for name, _, _ in named}) == len(named)
 
 
 def test_every_setting_has_a_meaning():

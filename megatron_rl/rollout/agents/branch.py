@@ -23,6 +23,7 @@ from megatron_rl.rollout.agents.chat import (
     text_of,
 )
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
+from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
@@ -158,7 +159,7 @@ class Branch:
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         num_prompt_tokens, read = len(prompt.token_ids), None
         if session.chat is not None:
-            read = partial(self._read, session.chat, num_prompt_tokens, response, match.after)
+            read = partial(self._read, num_prompt_tokens, response, match.after, chat=session.chat)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         return Turn(
             match.before, response, turn.finish_reason, num_prompt_tokens, read,
@@ -178,7 +179,7 @@ class Branch:
         self._is_busy, self._asked = False, None
         self._tokens.extend(turn.token_ids)
         self.turns.append(turn)
-        self._messages.append({"role": "assistant", "content": turn.text})
+        self._messages.append({"role": "assistant", "content": turn.prefill + turn.text})
         # a turn that ended at its own max_tokens leaves room for another one
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         self._session.ended(self)
@@ -190,17 +191,23 @@ class Branch:
 
     def _read(
         self,
-        chat: Chat,
         start: int,
         response: Sequence[int],
         after: str,
+        *,
+        chat: Chat,
         tools: Sequence[Schema] = (),
+        prefill: Prefill = NO_PREFILL,
     ) -> Reply:
         """Parse the turn `response`, which begins at token `start`: a turn keeps no copy of its
         input.
 
-        after: the end of its text that is no part of the reply.
+        after: the end of its text that is no part of the reply.  prefill: the beginning of the
+        answer, the last of the tokens before `start`.
         """
+        if prefill.text:
+            prompt = self._tokens[: start - len(prefill.token_ids)]
+            return prefill.read(chat, prompt, response, after, tools)
         return reply_before(chat.parse(self._tokens[:start], response, tools), after)
 
     def _with(self, turn: Rollout) -> Rollout:

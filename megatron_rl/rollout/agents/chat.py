@@ -7,13 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.rollout.agents.known_texts import KnownTexts
 
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage
@@ -35,11 +36,10 @@ RENDER_ERRORS = (
 
 CHARACTERS_PER_TOKEN = 16
 """More than most texts have; a text that has more is encoded twice."""
+MAX_VARIANTS = 16
+"""Number of the formats with other chat_template_kwargs that are kept."""
 MAX_DEPTH = 100
 """Depth of lists and mappings in the arguments of a call."""
-KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
-"""Length and number of the texts whose tokens are cached."""
-WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 
 Message = Mapping[str, object]
 """A message with keys as in OpenAI's API: {"role": "tool", "content": "4"}."""
@@ -101,34 +101,6 @@ class Reply:
         return message
 
 
-class KnownTexts:
-    """A tokenizer that encodes a short text once.
-
-    Formats write the same headers before and after every message, and each time ask with one letter
-    whether the tokenizer can tell where tokens lie in a text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        # caches of this object: as decorators they would keep every tokenizer alive
-        self._known = lru_cache(MAX_KNOWN)(partial(tokenizer.encode, add_special_tokens=False))
-        self._located = lru_cache(MAX_KNOWN)(partial(tokenizer, **WITH_PLACES))
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, **named: object) -> list[int]:
-        if add_special_tokens or named or len(text) > KNOWN_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **named)
-        return list(self._known(text))
-
-    def __call__(self, text: object, **named: object) -> object:
-        if named != WITH_PLACES or not isinstance(text, str) or len(text) > KNOWN_CHARACTERS:
-            return self._tokenizer(text, **named)
-        # a copy, as callers may change it
-        return copy(self._located(text))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._tokenizer, name)
-
-
 class Chat:
     """agent.renderer with the model's tokenizer."""
 
@@ -138,9 +110,11 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         history: Literal["keep", "split"] = "keep",
         longest: int | None = None,
+        template: str = "",
     ) -> None:
         """history: agent.history; split follows the format, which may drop the thinking of earlier
-        turns.  longest: tokens of the longest sequence, None where that is not known.
+        turns.  longest: tokens of the longest sequence, None where that is not known.  template:
+        `template` of with_template.
 
         Raises ValueError, naming the key, where the library does not know the format.
         """
@@ -148,15 +122,18 @@ class Chat:
         from renderers.configs import config_from_name
 
         self.name, self._tokenizer, self._longest = name, tokenizer, longest
+        self.template = template
+        """JSON of the chat_template_kwargs that are not the format's default, "" without any."""
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
             # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens
             # that were sampled
-            config = type(config_from_name(name))(
-                thinking_retention="all" if history == "keep" else None
+            self._config = type(config_from_name(name))(
+                thinking_retention="all" if history == "keep" else None,
+                **json.loads(template or "{}"),
             )
-            self._renderer: Renderer = create_renderer(KnownTexts(tokenizer), config)
+            self._renderer: Renderer = create_renderer(KnownTexts(tokenizer), self._config)
         # renderers asserts that tokens exist
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
@@ -164,6 +141,31 @@ class Chat:
                 " model.path"
             ) from error
         self._developer = "developer" if self._has_role("developer") else "system"
+        # a cache of this object: as a decorator it would keep every tokenizer alive
+        self._variant = lru_cache(MAX_VARIANTS)(
+            lambda template: Chat(name, tokenizer, history, longest, template)
+        )
+
+    def with_template(self, values: Mapping[str, object]) -> Chat:
+        """Return the format with `values` of chat_template_kwargs; itself where they change
+        nothing.
+
+        Raises ValueError, naming those that the format has, for others, and for wrong values.
+        """
+        known = sorted(type(self._config).template_field_names())
+        if unknown := [name for name in values if name not in known]:
+            raise ValueError(
+                f"chat_template_kwargs: agent.renderer = {self.name!r} has no {unknown[0]!r:.40};"
+                f" it has: {', '.join(known) or 'none'}; remove it"
+            )
+        try:
+            config = type(self._config)(**{**self._config.model_dump(exclude_unset=True), **values})
+        except ValueError as error:
+            raise ValueError(f"chat_template_kwargs: {error}") from error
+        # as the format reads them: 0 is false
+        before, after = (own.model_dump(mode="json") for own in (self._config, config))
+        changed = {name: after[name] for name in values if after[name] != before[name]}
+        return self._variant(json.dumps(changed, sort_keys=True)) if changed else self
 
     def _has_role(self, role: str) -> bool:
         """Return True if the format writes messages of this role.  It may skip or refuse others."""

@@ -1,8 +1,5 @@
 """Requests and answers of OpenAI's chat completions, as far as a sampler for training can serve
 them.
-
-A field that would change how tokens are sampled is refused, unless its value is that of the run:
-log-probs of the trainer would be those of another distribution.
 """
 
 from __future__ import annotations
@@ -10,39 +7,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
+from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
-
-FULL_SOFTMAX = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-"""Field -> allowed values, where the run does not truncate (rollout.top_p, top_k, min_p)."""
-ANY_TEXT = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
-}
-"""Field -> allowed values, in every run."""
-WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "seed",
-)
-"""Fields that a client may send for the service's own bookkeeping, and the seed: every sample is
-drawn with the server's own numbers, as the choices of a group must differ."""
+from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question, split_prefill
 
 
 def error_body(error: ApiError) -> Json:
@@ -51,9 +26,6 @@ def error_body(error: ApiError) -> Json:
     return {
         "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
     }
-
-
-Request = TypeVar("Request", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -71,25 +43,58 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(RequestFields):
     """The fields of a request that are read."""
 
-    model_config = ConfigDict(extra="forbid")
+    without_effect: ClassVar = {
+        **dict.fromkeys(
+            ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+            "bookkeeping and caches of the service",
+        ),
+        "prediction": "a hint that saves time",
+        "seed": "samples of a group must differ",
+    }
+    refused: ClassVar = {
+        "audio": "the model writes text",
+        "modalities": "the model writes text",
+        "function_call": "an older form of tool_choice",
+        "functions": "an older form of tools",
+        "reasoning_effort": "the format may have such a setting: chat_template_kwargs",
+        "verbosity": "the prompt must say it",
+        "web_search_options": "no tools of a server are here",
+    }
 
     model: str = MODEL
+    """Any name."""
     messages: list[Json]
-    tools: list[Json] = []
+    """Text only; a developer's message is the system's where the format has no such role."""
+    tools: list[Json] = Field(default_factory=list)
+    """Tools of type function."""
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    """required or a function: the answer is sampled freely, as a grammar would change the
-    distribution; one without the call is counted (rollout/missing_tool_calls_total)."""
+    """With required or a function the answer is sampled freely, as a grammar would change the
+    distribution; answers without that call are counted (`rollout/missing_tool_calls_total`)."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """At most what is left of the context."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """At most what is left of the context."""
     n: Annotated[int, Field(ge=1, le=128)] = 1  # as OpenAI's API
-    stop: str | list[str] = []
+    """Sequences of their own; where nothing follows, the last one is the response."""
+    stop: str | list[str] = Field(default_factory=list)
+    """Any texts: the answer ends before the first match."""
     temperature: float | None = None
+    """Only the run's (`rollout.temperature`)."""
     logprobs: bool = False
+    """Those of the sampled tokens, without alternatives."""
     stream: bool = False
+    """The turn in two chunks, after it was sampled."""
     stream_options: StreamOptions = StreamOptions()
+    """`include_usage`."""
+    continue_final_message: bool = False
+    """The last message is the assistant's, and the answer continues it."""
+    add_generation_prompt: bool | None = None
+    """As for other servers: false where the last message is continued, else true."""
+    chat_template_kwargs: Json = Field(default_factory=dict)
+    """Settings that the format of `agent.renderer` has, such as `enable_thinking`."""
 
     @property
     def limit(self) -> int | None:
@@ -109,7 +114,46 @@ class CompletionRequest(BaseModel):
     @property
     def question(self) -> Question:
         tools = [] if self.tool_choice == "none" else self.tools
-        return Question(self.messages, tools, self.must_call, self.limit, self.stops, self.n)
+        messages, prefill = self._opened()
+        return Question(
+            messages,
+            tools,
+            self.must_call,
+            self.limit,
+            self.stops,
+            self.n,
+            prefill,
+            self.chat_template_kwargs,
+        )
+
+    def _opened(self) -> tuple[Sequence[Message], str]:
+        """Return the messages that are answered, and the beginning of the answer.
+
+        Raises ApiError for a last message that does not fit continue_final_message.
+        """
+        is_answer = bool(self.messages) and self.messages[-1].get("role") == "assistant"
+        if self.add_generation_prompt is self.continue_final_message:
+            raise ApiError(
+                400,
+                f"add_generation_prompt = {self.add_generation_prompt}: must be the opposite of"
+                f" continue_final_message, {self.continue_final_message}; remove it",
+                param="add_generation_prompt",
+            )
+        if is_answer and not self.continue_final_message:
+            raise ApiError(
+                400,
+                "messages: must end with a message that is not the assistant's, which the model"
+                " answers; or set continue_final_message = true and add_generation_prompt = false",
+                param="messages",
+            )
+        if self.continue_final_message and not is_answer:
+            raise ApiError(
+                400,
+                "continue_final_message = True: the last message must be the assistant's; remove"
+                " it",
+                param="continue_final_message",
+            )
+        return split_prefill(self.messages) if is_answer else (self.messages, "")
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         return completion(self, turns, self._logprobs(turns, tokenizer))
@@ -131,55 +175,7 @@ def read_request(
     """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
     be sampled as the run samples.
     """
-    return checked(CompletionRequest, content, WITHOUT_EFFECT, temperature, truncation)
-
-
-def checked(
-    kind: type[Request],
-    content: object,
-    without_effect: Collection[str],
-    temperature: float = 1.0,
-    truncation: Truncation | None = None,
-) -> Request:
-    """Read the body of a request of any protocol.
-
-    without_effect: its fields that change nothing.  temperature, truncation: those of the run.
-    Raises ApiError, naming the field.
-    """
-    if not isinstance(content, Mapping):
-        raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
-    asked = {
-        name: value
-        for name, value in content.items()
-        if value is not None and name not in without_effect
-    }
-    of_run = FULL_SOFTMAX
-    if truncation is not None:
-        of_run = {name: (value,) for name, value in truncation._asdict().items()}
-    # the fields of these tables are checked here; the model below knows all others
-    for name, allowed in {**of_run, **ANY_TEXT}.items():
-        if name in asked and (value := asked.pop(name)) not in allowed:
-            raise ApiError(
-                400,
-                f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it",
-                param=name,
-            )
-    # rho would compare distributions of two temperatures
-    if (other := asked.get("temperature")) not in (None, temperature):
-        raise ApiError(
-            400,
-            f"temperature = {other!r:.40}: must be the run's, {temperature:g}"
-            " (rollout.temperature); remove it",
-            param="temperature",
-        )
-    try:
-        return kind.model_validate(asked)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # without the alternatives of a union, such as literal['auto','none','required']
-        name = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
-        why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
+    return checked(CompletionRequest, content, temperature, truncation)
 
 
 def completion(

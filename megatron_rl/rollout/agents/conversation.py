@@ -25,6 +25,7 @@ from typing import Protocol
 from megatron_rl.rollout.agents.branch import Branch, EpisodeOfBranch
 from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, Turn
+from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill, encoded
 from megatron_rl.rollout.agents.tools import Tools
 from megatron_rl.rollout.client.counters import RolloutCounters
 
@@ -60,6 +61,8 @@ class Answer:
     """Digest of the tools and of the messages that it answers."""
     thinking: list[str | None]
     """Thinking of the assistant's messages among them."""
+    prefill: Prefill
+    """The beginning of the turn that the request gave."""
     turn: Turn | None = None
     """None while it is sampled."""
 
@@ -129,9 +132,15 @@ class Conversations:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         stops: Sequence[str] = (),
+        prefill: str = "",
+        template: Mapping[str, object] | None = None,
     ) -> Turn:
         """Sample a turn as `generate` does, which also ends at one of the texts `stops`, and add it
         to `answers` of `reading`.
+
+        prefill: text with which the answer begins; the turn is what follows it.  template:
+        chat_template_kwargs; with others than a turn had, messages do not continue it, as they may
+        change how its input is written.
         """
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
             raise ValueError(
@@ -143,20 +152,24 @@ class Conversations:
                 "messages: must end with a message that is not the assistant's, which the model"
                 " answers"
             )
-        digests = digests_of(messages, tools.schemas)
+        start = self._prefill(prefill) if prefill else NO_PREFILL
+        chat = self._chat.with_template(template or {})
+        digests = digests_of(messages, tools.schemas, chat.template)
         node = self._continued_turn(messages, digests)
         thinking = thinking_of(messages) if node is None else node.thinking
-        branch = None if node is None else self._continued(node, messages, tools.schemas)
+        branch = None if node is None else self._continued(node, messages, tools, start, chat)
         if branch is None:
-            branch = self._branch(self._chat.render(messages, tools.schemas))
+            tokens = chat.render(messages, tools.schemas)
+            start.check(chat, tokens)
+            branch = self._branch([*tokens, *start.token_ids])
         # added before it is sampled, so that `reading` drops a turn that was cut short
-        answers.append(answer := Answer(branch, digests[-1], thinking))
+        answers.append(answer := Answer(branch, digests[-1], thinking, start))
         turn = await branch.sample(
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
         )
         assert turn.read is not None  # the session has a chat format
-        read = partial(turn.read, tools=tools.schemas)
-        answer.turn = replace(turn, tools=tools, read=read)
+        read = partial(turn.read, chat=chat, tools=tools.schemas, prefill=start)
+        answer.turn = replace(turn, tools=tools, read=read, prefill=start.text)
         return answer.turn
 
     def _accept(self, answer: Answer) -> None:
@@ -170,10 +183,23 @@ class Conversations:
             bool(turn.tools.problem_of(call)) for call in reply.tool_calls
         )
         self._counters.missing_tool_calls += turn.tools.lacks_call(reply.tool_calls)
+        start = answer.prefill
         node = Node(
-            branch, turn.num_prompt_tokens, turn.token_ids, [*answer.thinking, reply.reasoning]
+            branch,
+            turn.num_prompt_tokens - len(start.token_ids),
+            (*start.token_ids, *turn.token_ids),
+            [*answer.thinking, reply.reasoning],
         )
-        self._nodes.setdefault(chained(answer.digest, reply.message), []).append(node)
+        # the next request names the turn by the joined message
+        joined = {**reply.message, "content": f"{start.text}{reply.message['content']}"}
+        self._nodes.setdefault(chained(answer.digest, joined), []).append(node)
+
+    def _prefill(self, text: str) -> Prefill:
+        """Return the beginning of an answer.  Raises ContextFull where no sequence can hold it."""
+        longest = (self._session.sequence_limit or (None,))[0]
+        start = encoded(text, self._session.tokenizer, longest)
+        self._check_length(len(start.token_ids))
+        return start
 
     def _drop(self, answers: Sequence[Answer]) -> None:
         tokens = [tokens for answer in answers if (tokens := answer.branch.drop())]
@@ -206,16 +232,23 @@ class Conversations:
         return next((node for node in nodes if node.is_open), nodes[0] if nodes else None)
 
     def _continued(
-        self, node: Node, messages: Sequence[Message], schemas: Sequence[Schema]
+        self,
+        node: Node,
+        messages: Sequence[Message],
+        tools: Tools,
+        start: Prefill,
+        chat: Chat,
     ) -> Branch | None:
-        """Return the sequence of `node` with the messages after it; None where the format would
-        change sampled tokens.
+        """Return the sequence of `node` with the messages after it and the beginning of the answer;
+        None where the format would change sampled tokens.
         """
         # there is an answer, as `node` is the last one
         added = messages[(last_answer(messages) or 0) + 1 :]
-        tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
+        tokens = chat.continuation(node.prompt, node.completion, added, tools.schemas)
         if tokens is None:
             return None
+        start.check(chat, [*node.prompt, *node.completion, *tokens])
+        tokens += start.token_ids
         # another request has continued this turn: the second one gets a sequence with equal tokens
         if not node.is_open:
             return self._branch([*node.prompt, *node.completion, *tokens])
@@ -228,14 +261,15 @@ class Conversations:
         """Open a sequence.  Raises ContextFull where no sequence can be that long: a client may
         shorten its history then.
         """
+        self._check_length(len(token_ids))
+        return self._session.branch(token_ids)
+
+    def _check_length(self, num_tokens: int) -> None:
         session = self._session
         most, setting = session.sequence_limit or (None, "")
-        session.is_refused = most is not None and len(token_ids) >= most
+        session.is_refused = most is not None and num_tokens >= most
         if session.is_refused:
-            raise session.full(
-                f"{len(token_ids)} tokens of messages are more than {setting} allows"
-            )
-        return session.branch(token_ids)
+            raise session.full(f"{num_tokens} tokens of messages are more than {setting} allows")
 
 
 def last_answer(messages: Sequence[Message]) -> int | None:
@@ -254,11 +288,13 @@ def thinking_of(messages: Sequence[Message]) -> list[str | None]:
     ]
 
 
-def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
-    """Return for each message the digest of the tools and of the messages up to it, itself
-    included.
+def digests_of(
+    messages: Sequence[Message], schemas: Sequence[Schema], template: str
+) -> list[bytes]:
+    """Return for each message the digest of the tools, of the chat_template_kwargs and of the
+    messages up to it, itself included.
     """
-    first = chained(b"", [dict(schema) for schema in schemas])
+    first = chained(b"", [*map(dict, schemas), template])
     return list(accumulate(messages, chained, initial=first))[1:]
 
 

@@ -1,7 +1,8 @@
 """An HTTP endpoint in front of sessions: any program that uses a client of OpenAI or Anthropic can
 be trained on.
 
-    POST /v1/chat/completions, GET /v1/models      Authorization: Bearer KEY
+    POST /v1/chat/completions, /v1/responses       Authorization: Bearer KEY
+    GET  /v1/models                                Authorization: Bearer KEY
     POST /v1/messages, /v1/messages/count_tokens   x-api-key: KEY
 
 The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it
@@ -24,7 +25,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.rollout.agents import completions, messages
+from megatron_rl.rollout.agents import completions, messages, responses
 from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
 from megatron_rl.rollout.agents.question import ApiError, DoorRequest, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
@@ -51,6 +52,8 @@ class Open:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(KEY_BYTES), repr=False)
     tasks: set[asyncio.Task[object]] = field(default_factory=set)
     """Its requests that are answered now."""
+    answered: responses.Answered = field(default_factory=dict)
+    """Its answers that previous_response_id may name."""
 
 
 class Endpoint:
@@ -93,6 +96,7 @@ class Endpoint:
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", partial(self._answer, completions.read_request))
+        app.router.add_post("/v1/responses", self._respond)
         app.router.add_post(MESSAGES, partial(self._answer, messages.read_request))
         app.router.add_post(f"{MESSAGES}/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
@@ -133,12 +137,30 @@ class Endpoint:
         """Answer a request of the protocol that `read` reads."""
         episode = self._episode(request)
         asked = read(await body_of(request), episode.temperature, episode.truncation)
+        response, _ = await self._write(episode, asked, request)
+        return response
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of Responses, and keep the answer when the client has read it."""
+        episode = self._episode(request)
+        asked = responses.read_request(
+            await body_of(request), episode.temperature, episode.truncation, episode.answered
+        )
+        response, turns = await self._write(episode, asked, request)
+        asked.keep(episode.answered, turns)
+        return response
+
+    async def _write(
+        self, episode: Open, asked: DoorRequest, request: web.Request
+    ) -> tuple[web.StreamResponse, Sequence[Turn]]:
+        """Sample the turns that are asked for, and write them."""
         task = asyncio.current_task()
         assert task is not None
         episode.tasks.add(task)
         try:
             async with answers(episode.session, asked.question) as turns:
-                return await write_answer(request, asked, turns, episode.session.tokenizer)
+                written = await write_answer(request, asked, turns, episode.session.tokenizer)
+            return written, turns
         finally:
             episode.tasks.discard(task)
 

@@ -58,6 +58,9 @@ class Turn:
     stop: str | None = None
     """The text of the request's stops that ended it.  It is not part of `text` and `reply`, and its
     tokens are the last of `token_ids`."""
+    prefill: str = field(default="", repr=False)
+    """The beginning of the answer that the request gave.  It is part of the input, and not of
+    `text` and `reply`."""
 
     @cached_property
     def reply(self) -> Reply:

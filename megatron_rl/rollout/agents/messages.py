@@ -9,19 +9,24 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.rollout.agents.completions import checked
+from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.question import CONTEXT_FULL, ApiError, Json, Question
+from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.question import (
+    CONTEXT_FULL,
+    ApiError,
+    Json,
+    Question,
+    split_prefill,
+)
 
-WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "thinking", "diagnostics")
-"""Fields that change no token: bookkeeping, caches, and thinking, which the model does as it was
-trained to; what it thought is an answer's first block."""
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 """Status -> type of an error; all others are invalid_request_error."""
 
@@ -41,16 +46,34 @@ class ToolParam(BaseModel):
     type: Literal["custom"] | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(RequestFields):
     """The fields of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    without_effect: ClassVar = {
+        **dict.fromkeys(
+            ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id"),
+            "bookkeeping and caches of the service",
+        ),
+        "thinking": "the model thinks as it was trained to, and the answer's first block has it",
+    }
+    refused: ClassVar = {
+        "container": "nothing is executed here",
+        "inference_geo": "the model is where the run is",
+        "output_config": "a schema would change the distribution",
+    }
 
     model: str
+    """Any name."""
     messages: list[Json]
+    """Blocks of text, tool calls, tool results (their text) and thinking. A last message of the
+    assistant's is continued by the answer."""
     system: str | list[Json] = ""
-    tools: list[ToolParam] = []
+    """Text."""
+    tools: list[ToolParam] = Field(default_factory=list)
+    """Tools of the client; those of Anthropic's servers are refused."""
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    """The answer is sampled freely, as in chat completions; `disable_parallel_tool_use` is
+    refused."""
 
     @property
     def question(self) -> Question:
@@ -67,13 +90,17 @@ class CountRequest(BaseModel):
             }
             for tool in self.tools
         ]
+        first = [{"role": "system", "content": system}] if system else []
+        parts = [part for message in self.messages for part in parts_of(message)]
+        messages: Sequence[Message] = [*first, *merged(parts)]
+        prefill = ""
+        if messages and messages[-1]["role"] == "assistant":
+            messages, prefill = split_prefill(messages)
         return Question(
-            messages=[
-                *([{"role": "system", "content": system}] if system else []),
-                *(part for message in self.messages for part in parts_of(message)),
-            ],
+            messages=messages,
             tools=[] if choice.type == "none" else schemas,
             must_call={"any": "", "tool": choice.name or ""}.get(choice.type),
+            prefill=prefill,
         )
 
 
@@ -81,16 +108,17 @@ class MessagesRequest(CountRequest):
     """The fields of a request that are read."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] = []
+    """At most what is left of the context."""
+    stop_sequences: list[str] = Field(default_factory=list)
+    """Any texts: the answer ends before the first match."""
     temperature: float | None = None
+    """Only the run's (`rollout.temperature`)."""
     stream: bool = False
+    """A delta for each block, after the turn was sampled."""
 
     @property
     def question(self) -> Question:
-        asked = super().question
-        return Question(
-            asked.messages, asked.tools, asked.must_call, self.max_tokens, self.stop_sequences
-        )
+        return replace(super().question, limit=self.max_tokens, stops=self.stop_sequences)
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         (turn,) = turns
@@ -140,12 +168,12 @@ def read_request(
     """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
     be sampled as the run samples.
     """
-    return checked(MessagesRequest, content, WITHOUT_EFFECT, temperature, truncation)
+    return checked(MessagesRequest, content, temperature, truncation)
 
 
 def read_count(content: object) -> Question:
     """Read the body of a request to count tokens.  Raises ApiError."""
-    return checked(CountRequest, content, WITHOUT_EFFECT).question
+    return checked(CountRequest, content).question
 
 
 def parts_of(message: Json) -> Iterator[Json]:
@@ -176,6 +204,23 @@ def parts_of(message: Json) -> Iterator[Json]:
         else:
             texts.append(block)
     yield from user(texts)
+
+
+def merged(messages: Sequence[Json]) -> list[Json]:
+    """Join the assistant's messages that follow one another, as Anthropic does: a client that gave
+    the beginning of an answer may send what followed as a message of its own.
+    """
+    joined: list[Json] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"] == "assistant":
+            before: Mapping[str, Any] = joined[-1]
+            # texts and lists of calls
+            both = before.keys() & message.keys() - {"role"}
+            added: Json = {name: before[name] + message[name] for name in both}
+            joined[-1] = {**before, **message, **added}
+        else:
+            joined.append(message)
+    return joined
 
 
 def user(blocks: Sequence[Json]) -> Iterator[Json]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.rollout.agents.chat import Message, Schema
+from megatron_rl.rollout.agents.chat import Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.prefill import encoded
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import Tools
 
@@ -51,6 +52,10 @@ class Question:
     """Texts that end the turn."""
     n: int = 1
     """Number of turns, side by side."""
+    prefill: str = ""
+    """Text with which the answer begins."""
+    template: Mapping[str, object] = field(default_factory=dict)
+    """Values of the format's own settings: chat_template_kwargs."""
 
 
 class DoorRequest(Protocol):
@@ -83,7 +88,15 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
         with reading() as read:
             tasks = [
                 asyncio.create_task(
-                    sample(read, asked.messages, tools, max_tokens=asked.limit, stops=asked.stops)
+                    sample(
+                        read,
+                        asked.messages,
+                        tools,
+                        max_tokens=asked.limit,
+                        stops=asked.stops,
+                        prefill=asked.prefill,
+                        template=asked.template,
+                    )
                 )
                 for _ in range(asked.n)
             ]
@@ -102,9 +115,29 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
             410, "sampling has ended, and with it this episode", code="episode_ended"
         ) from error
     except (ValueError, EpisodeError) as error:
+        names = ("tools", "chat_template_kwargs")
+        param = next((name for name in names if str(error).startswith(name)), "messages")
+        raise ApiError(400, str(error), param=param) from error
+
+
+def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """Split off the last message, the assistant's, which the answer continues; returns its text.
+
+    Raises ApiError where it has anything but text.
+    """
+    *earlier, last = messages
+    try:
+        text = text_of(last.get("content"))
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    if not text or last.get("tool_calls") or last.get("reasoning_content"):
         raise ApiError(
-            400, str(error), param="tools" if str(error).startswith("tools") else "messages"
-        ) from error
+            400,
+            "messages: the last one is the assistant's, which the answer continues: it must have"
+            " text, and neither tool calls nor thinking; remove them, or the message",
+            param="messages",
+        )
+    return earlier, text
 
 
 def num_tokens(session: Session, asked: Question) -> int:
@@ -116,6 +149,7 @@ def num_tokens(session: Session, asked: Question) -> int:
     if session.chat is None:
         raise ApiError(400, "messages need agent.renderer, the format of the model's chat; set it")
     try:
-        return len(session.chat.render(asked.messages, Tools(asked.tools).schemas))
+        tokens = session.chat.render(asked.messages, Tools(asked.tools).schemas)
+        return len(tokens) + len(encoded(asked.prefill, session.tokenizer, None).token_ids)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error

@@ -130,7 +130,10 @@ REFUSED = {
         "tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}
     },
     "max_tokens = 0": {"max_tokens": 0},
-    "inference_geo = 'eu': is not known here": {"extra_body": {"inference_geo": "eu"}},
+    "inference_geo = 'eu': the model is where the run is; remove it": {
+        "extra_body": {"inference_geo": "eu"}
+    },
+    "beam_width = 2: is not known here": {"extra_body": {"beam_width": 2}},
 }  # fmt: skip
 
 
