@@ -71,6 +71,7 @@ def rollout(run: Run, key: str) -> dict | None:
     answer = {
         "key": rollout_key(step, file, name),
         "group_key": row["group_key"],
+        "prompt_key": row["prompt_key"],
         "meta": meta | {"trained": of_trainer or None},
         "group": siblings,
         "tokens": [],
