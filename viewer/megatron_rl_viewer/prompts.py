@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
+from megatron_rl_viewer.index import SHOWN_CHARACTERS
 from megatron_rl_viewer.index_rows import searched_text
-from megatron_rl_viewer.query import QueryError, rollout_row, rollout_rows
+from megatron_rl_viewer.query import QueryError, rollout_row
 from megatron_rl_viewer.run_folder import Run
 from megatron_rl_viewer.token_data import read_line
 
@@ -32,11 +33,8 @@ def prompt_of_run(run: Run, key: str, after: int) -> dict[str, object] | None:
     if not re.fullmatch("[0-9a-f]{16}", key):
         raise QueryError(f"key = {key[:80]!r}: must be 16 hexadecimal digits")
     with closing(run.index.connect()) as connection:
-        first = connection.execute(
-            "SELECT * FROM rollouts JOIN texts USING (number) WHERE number ="
-            " (SELECT first FROM groups WHERE prompt_key = ? ORDER BY step LIMIT 1)",
-            (key,),
-        ).fetchone()
+        of_prompt = "SELECT first FROM groups WHERE prompt_key = ? ORDER BY step LIMIT 1"
+        first = connection.execute(of_prompt, (key,)).fetchone()
         if first is None:
             return None
         steps = [
@@ -61,10 +59,9 @@ def prompt_of_run(run: Run, key: str, after: int) -> dict[str, object] | None:
     for row in rows:
         responses[row["group_key"]].append(rollout_row(row))
     missing: list[str] = []
-    line = read_line(run, first, missing)  # the index has the beginning of the text alone
     return {
         "key": key,
-        "prompt": searched_text(line.get("prompt", first["prompt"])),
+        "prompt": texts_of(run, [first["first"]], missing).get(key, ""),
         "groups": [
             {name: group[name] for name in GROUP} | {"responses": responses[group["key"]]}
             for group in groups
@@ -88,9 +85,7 @@ def common_prompts(runs: Sequence[Run], offset: int, limit: int) -> dict[str, ob
     ranks = {key: -1.0 if value is None else value for key, value in difference.items()}
     keys = sorted(difference, key=lambda key: (-ranks[key], key))
     page = keys[offset : offset + limit]
-    with closing(runs[0].index.connect()) as connection:
-        rows = rollout_rows(connection, [of_runs[0][key]["first"] for key in page])
-    texts = {row["prompt_key"]: row["prompt"] for row in rows}
+    texts = excerpts(texts_of(runs[0], [of_runs[0][key]["first"] for key in page], []))
     return {
         "total": len(keys),
         "rows": [
@@ -103,6 +98,38 @@ def common_prompts(runs: Sequence[Run], offset: int, limit: int) -> dict[str, ob
             }
             for key in page
         ],
+    }
+
+
+def texts_of(run: Run, numbers: Sequence[int], missing: list[str]) -> dict[str, str]:
+    """Return prompt_key -> the text of the prompt, for rollouts with these numbers.
+
+    It is read from the run's file: the index has its beginning alone, which is returned, with a
+    message in `missing`, where the line cannot be read.
+    """
+    marks = ",".join("?" * len(numbers))
+    with closing(run.index.connect()) as connection:
+        rows = connection.execute(
+            f"SELECT * FROM rollouts JOIN texts USING (number) WHERE number IN ({marks})", numbers
+        ).fetchall()
+    return {
+        row["prompt_key"]: searched_text(read_line(run, row, missing).get("prompt", row["prompt"]))
+        for row in rows
+    }
+
+
+def excerpts(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return SHOWN_CHARACTERS of each text, from the word in which they differ: prompts of a data
+    set often begin with the same instructions.
+    """
+    # what the least and the largest begin with, all between them begin with
+    least, largest = min(texts.values(), default=""), max(texts.values(), default="")
+    pairs = enumerate(zip(least, largest, strict=False))
+    parting = next((place for place, (a, b) in pairs if a != b), 0)
+    start = max(least.rfind(space, 0, parting) for space in " \n") + 1
+    return {
+        key: ("... " if start else "") + text[start : start + SHOWN_CHARACTERS]
+        for key, text in texts.items()
     }
 
 

@@ -143,6 +143,16 @@ def test_prompts_of_both_runs_by_the_difference_of_their_rewards(two):
     assert second["rows"] == table["rows"][1:] and second["total"] == 2
 
 
+def test_a_list_shows_where_prompts_differ(tmp_path, open_runs, client_of):
+    texts = {"Solve this step by step.\n" * 20 + f"Find the {n} of x." for n in ("sum", "square")}
+    groups = [(1, f"Q{n}", text, [1.0]) for n, text in enumerate(sorted(texts))]
+    client = client_of(open_runs(write_groups(tmp_path / "a", groups)))
+    rows = client.get("/api/prompts?run=0").json()["rows"]
+    assert {row["prompt"] for row in rows} == {"... sum of x.", "... square of x."}
+    (row,) = client.get("/api/prompts?run=0&limit=1").json()["rows"]
+    assert row["prompt"] in {text[:200] for text in texts}
+
+
 def test_a_prompt_without_rewards_comes_last(two):
     table = two.get("/api/prompts?run=1").json()
     assert [row["prompt"] for row in table["rows"]][-1] == "5+5=" and table["total"] == 4

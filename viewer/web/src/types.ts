@@ -90,6 +90,29 @@ export interface TablePage {
   indexing?: number | null;
 }
 
+/** The groups of one prompt in a run, some steps of them. */
+export interface PromptSteps {
+  prompt: string;
+  groups: PromptGroup[];
+  /** The last of these steps, where others follow. */
+  next: number | null;
+  missing: string[];
+}
+
+export interface PromptGroup {
+  key: string;
+  step: number;
+  count: number;
+  reward_mean: Num;
+  responses: Row[];
+}
+
+/** Prompts that several runs have; `rewards` and `groups` have one value per run. */
+export interface CommonPrompts {
+  total: number;
+  rows: { key: string; prompt: string; rewards: Num[]; groups: number[]; difference: Num }[];
+}
+
 export interface Filter {
   column: string;
   op: ">=" | "<=" | ">" | "<" | "=" | "!=" | "contains";
@@ -135,6 +158,7 @@ export interface Routes {
 
 export interface Rollout {
   key?: string;
+  prompt_key?: string;
   meta: Record<string, unknown>;
   group: Row[];
   tokens: Token[];

@@ -1,4 +1,5 @@
 import { useMemo, useState } from "preact/hooks";
+import { CommonPrompts } from "../prompt/CommonPrompts";
 import { setQuery } from "../route";
 import { Problem } from "../shared/Problem";
 import { Warnings } from "../shared/Warnings";
@@ -67,6 +68,7 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
           </button>
         )}
       </section>
+      {shown.length > 1 && <CommonPrompts shown={shown} />}
       <ConfigPanel shown={shown} />
     </>
   );
