@@ -210,6 +210,7 @@ def test_curves_zoom_smooth_and_search(page, address):
     page.get_by_label("Metrics").fill("grad norm")
     wait_for(page, lambda: page.locator(".chart").count() == 1, "the search leaves one chart")
     assert page.locator(".chart").get_attribute("data-metric") == "optim/grad_norm"
+    assert page.locator(".chart figcaption").inner_text().startswith("gradient norm")
 
 
 def test_runs_are_compared(page, address):

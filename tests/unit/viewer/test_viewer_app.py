@@ -106,6 +106,7 @@ def test_metrics(client):
         "optim/grad_norm",
         "train/entropy",
     ]
+    assert later["labels"]["optim/grad_norm"] == "gradient norm"
 
 
 def test_events_and_settings(client):

@@ -23,6 +23,8 @@ export interface Metrics {
   metrics: Record<string, Num[]>;
   per_layer: Record<string, (Num[] | null)[]>;
   evaluations: { steps: number[]; metrics: Record<string, Num[]> };
+  /** Metric -> what it is, in words. */
+  labels: Record<string, string>;
 }
 
 export interface RunEvent {

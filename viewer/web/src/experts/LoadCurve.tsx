@@ -55,4 +55,5 @@ const table = (name: string, steps: number[], values: (number | null)[]): Metric
   metrics: { [name]: values },
   per_layer: {},
   evaluations: { steps: [], metrics: {} },
+  labels: {},
 });
