@@ -25,7 +25,7 @@ function sourcesHash() {
   return hash.digest("hex");
 }
 
-/** The colours of colors.json as CSS variables: --text, --series-0, and the classes of coloured tokens. */
+/** The colours of colors.json as CSS variables: --text, --series-0, and the classes of each step of a scale. */
 function colorCss() {
   const colors = JSON.parse(readFileSync(join(HERE, "src", "colors.json"), "utf8"));
   const variables = (mode) =>
@@ -40,7 +40,7 @@ function colorCss() {
     `:root{color-scheme:light;${variables("light")}}\n` +
     `@media (prefers-color-scheme:dark){:root:not([data-theme=light]){color-scheme:dark;${variables("dark")}}}\n` +
     `:root[data-theme=dark]{color-scheme:dark;${variables("dark")}}\n` +
-    ["sequential", "diverging", "category"].map(steps).join("\n")
+    ["series", "sequential", "diverging", "category", "heat"].map(steps).join("\n")
   );
 }
 

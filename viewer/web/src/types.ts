@@ -149,7 +149,6 @@ export interface Packed {
 export interface Routes {
   layers: number;
   top_k: number;
-  layer_numbers?: number[];
   server: Packed | null;
   trainer: Packed | null;
   flips: Packed | null;

@@ -15,15 +15,12 @@ export function useData<T>(path: string | null, isLive = false): Loaded<T> {
   return useLoaded(path, (signal) => get<T>(path as string, signal), isLive);
 }
 
-/** JSON of each of these paths, or the error of those that have none. */
-export function useAll<T>(paths: string[], isLive: boolean): Loaded<(T | Error)[]> {
-  const load = (signal: AbortSignal) =>
-    Promise.all(paths.map((path) => get<T>(path, signal).catch((error: Error) => error)));
-  return useLoaded(paths.join(), load, isLive);
-}
-
-/** `path`: a name of what `read` returns; null reads nothing. */
-function useLoaded<T>(path: string | null, read: (signal: AbortSignal) => Promise<T>, isLive: boolean): Loaded<T> {
+/** What `read` returns, which `path` names; null reads nothing. */
+export function useLoaded<T>(
+  path: string | null,
+  read: (signal: AbortSignal) => Promise<T>,
+  isLive: boolean,
+): Loaded<T> {
   const [state, setState] = useState<Loaded<T> & { path: string | null }>({ data: null, error: null, path });
   useEffect(() => {
     if (path === null) return;

@@ -1,18 +1,21 @@
+import { get } from "../client";
 import { count, number } from "../format";
 import { promptLink, rolloutLink } from "../route";
 import { Mark, shareOf } from "../rollout/GroupList";
 import { Problem } from "../shared/Problem";
 import { Warnings } from "../shared/Warnings";
 import type { PromptGroup, PromptSteps, Run } from "../types";
-import { useAll } from "../useData";
+import { useLoaded } from "../useData";
 
 type Share = ReturnType<typeof shareOf>;
 
 /** One prompt: its text, and its groups in each of the runs, a row per step. */
 export function PromptPage({ shown, promptKey, query }: { shown: Run[]; promptKey: string; query: URLSearchParams }) {
   const after = Number(query.get("after") ?? -1);
-  const { data, error } = useAll<PromptSteps>(
-    shown.map(({ id }) => `runs/${id}/prompt?key=${encodeURIComponent(promptKey)}&after=${after}`),
+  const paths = shown.map(({ id }) => `runs/${id}/prompt?key=${encodeURIComponent(promptKey)}&after=${after}`);
+  const { data, error } = useLoaded(
+    paths.join(),
+    (signal) => Promise.all(paths.map((path) => get<PromptSteps>(path, signal).catch((problem: Error) => problem))),
     shown.some(({ live }) => live),
   );
   if (error) return <Problem text={error} />;

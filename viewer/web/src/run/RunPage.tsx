@@ -6,7 +6,7 @@ import { Warnings } from "../shared/Warnings";
 import type { Run } from "../types";
 import { Chart } from "./Chart";
 import { ChartControls } from "./ChartControls";
-import { chartsOf } from "./charts";
+import { chartsOf, type Zoom } from "./charts";
 import { ConfigPanel } from "./ConfigPanel";
 import { EventList } from "./EventList";
 import { Health } from "./Health";
@@ -15,8 +15,6 @@ import { RunPicker } from "./RunPicker";
 import { Story } from "./Story";
 import { useEvents } from "./useEvents";
 import { useMetrics } from "./useMetrics";
-
-export type Zoom = [number, number] | null;
 
 /** The story, health and events in words, curves of one or several runs, settings. */
 export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; query: URLSearchParams }) {

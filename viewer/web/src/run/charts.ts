@@ -2,6 +2,9 @@
 
 import type { MetricsOf } from "./useMetrics";
 
+/** First and last step that are shown; null for all. */
+export type Zoom = [number, number] | null;
+
 export interface ChartSpec {
   name: string;
   label: string;
