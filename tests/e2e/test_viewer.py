@@ -11,12 +11,13 @@ import pytest
 
 from megatron_rl_viewer.app import STATIC
 from megatron_rl_viewer.index import Index
+from megatron_rl_viewer.index_rows import prompt_key
 from tests import viewer_run
 from tests.browser import TOKEN, open_browser, serve_runs, why_no_browser
 
 REASON = why_no_browser()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
-DEMO, DAMAGED, LIVE, MANY, SHARE = range(5)
+DEMO, DAMAGED, LIVE, MANY, SHARE, OTHER = range(6)
 KEY = "6/rollouts/Q1%2F1"
 LONG_KEY = "1/rollouts/Q9%2F0"
 LONG = 32_000
@@ -42,7 +43,18 @@ def folders(tmp_path_factory) -> list[Path]:
     (share / "config.toml").write_text(
         config.replace("save_tensors = false", "save_tensors = 0.05")
     )
-    return [demo, damaged, live, viewer_run.write_many(root / "many", 5_000), share]
+    other = root / "other"  # has one prompt of the demo's step 3 at its steps 2 and 5
+    other.mkdir()
+    viewer_run.write_config(other, 5)
+    for step in (2, 5):
+        lines = [
+            viewer_run.make_rollout(3, f"Q0/{k}", "trained", "rollouts")[0]
+            | {"step": step, "reward": 1.0 if k else 0.25}
+            for k in range(3)
+        ]
+        viewer_run.append(other / "rollouts.jsonl", lines)
+    many = viewer_run.write_many(root / "many", 5_000)
+    return [demo, damaged, live, many, share, other]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +137,7 @@ def test_pages_load_and_fit(page, address, mode, width):
     shown = {
         "#/run/0": ".chart canvas",
         "#/compare?runs=0,2&smooth=0.5": ".chart canvas",
+        f"#/compare?runs={DEMO},{OTHER}&prompt={prompt_key('10+3=')}": ".prompt-steps .member",
         "#/run/0/rollouts": ".tbody .td",
         "#/run/0/rollouts?by=group": ".tbody .td",
         f"#/run/0/rollout/{KEY}": ".t",
@@ -197,6 +210,7 @@ def test_curves_zoom_smooth_and_search(page, address):
     page.get_by_label("Metrics").fill("grad norm")
     wait_for(page, lambda: page.locator(".chart").count() == 1, "the search leaves one chart")
     assert page.locator(".chart").get_attribute("data-metric") == "optim/grad_norm"
+    assert page.locator(".chart figcaption").inner_text().startswith("gradient norm")
 
 
 def test_runs_are_compared(page, address):
@@ -220,6 +234,53 @@ def test_runs_are_compared(page, address):
             lambda rows=rows, expected=expected: rows.count() == expected > 0,
             f"the events of {name}",
         )
+
+
+def test_one_prompt_in_two_runs(page, address):
+    """From the list of the compare page to the prompt, and to a response."""
+    page.goto(f"{address}/#/compare?runs={DEMO},{OTHER}")
+    table = page.locator("table.prompts")
+    table.locator("a").first.wait_for()
+    assert table.locator("tbody tr").count() == 1
+    table.locator("a").click()
+    steps = page.locator(".prompt-steps")
+    steps.wait_for()
+    assert page.locator("pre.prompt").inner_text() == "10+3="
+    key = parse_qs(page.url.partition("?")[2])["prompt"][0]
+    expected = {}
+    for column, run in enumerate((DEMO, OTHER)):
+        answer = page.request.get(f"{address}/api/runs/{run}/prompt?key={key}").json()
+        for group in answer["groups"]:
+            expected[group["step"], column] = len(group["responses"])
+    assert expected == {(2, 1): 3, (3, 0): viewer_run.GROUP, (5, 1): 3}
+    found = {}
+    for row in steps.locator("tbody tr").all():
+        for column, cell in enumerate(row.locator("td").all()):
+            if count := cell.locator(".member").count():
+                found[int(row.locator("th").inner_text()), column] = count
+    assert found == expected
+    assert steps.locator("tbody tr").first.locator(".latest").inner_text() == "0.75"
+    texts = steps.locator("tbody tr").first.locator("details")
+    texts.locator("summary").click()
+    assert "<script>alert(0)</script>" in texts.inner_text() and not steps.locator("script").count()
+    steps.locator(".member").last.click()
+    page.get_by_role("heading", name="Q0/2").wait_for()
+    assert f"/run/{OTHER}/rollout/5/" in page.url
+
+
+@pytest.mark.parametrize("link", ["rollouts?f.group=5/rollouts/Q0", "rollout/5/rollouts/Q0%2F1"])
+def test_from_a_group_to_its_prompt_in_all_runs(context, address, link):
+    """The server answers 404 for the runs that lack it, and the page says so."""
+    page = context.new_page()
+    page.goto(f"{address}/#/run/{OTHER}/{link}")
+    page.get_by_role("link", name="this prompt in all 6 runs").click()
+    page.locator(".prompt-steps .member").first.wait_for()
+    key = prompt_key("10+3=")
+    assert parse_qs(page.url.partition("?")[2])["prompt"] == [key]
+    heads = page.locator(".prompt-steps thead th").all_inner_texts()
+    lacks = {text.partition(":")[0].strip() for text in heads if f"no prompt {key}" in text}
+    assert lacks == {"many", "share"} and len(heads) == 7
+    page.close()
 
 
 def test_a_run_that_is_being_written(page, address, folders):

@@ -9,6 +9,7 @@ no torch, so that it starts in a second.
     metrics.py     its metrics.jsonl and events.jsonl, followed while they are written
     index.py       its rollouts in an SQLite file, followed likewise; index_schema.py: the tables,
                    index_rows.py: their rows, query.py: pages of them
+    prompts.py     one prompt, step by step, and the prompts that several runs have
     token_data.py  one rollout, token by token; pieces.py: the text of each token
     expert_loads.py loads, flips and margins of a range of steps
     disk_copy.py   a copy of chosen rollouts that opens from disk

@@ -21,7 +21,16 @@ from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
 
 from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.answer import answer_json
-from megatron_rl_viewer.query import Query, QueryError, groups_page, parse_filters, rollouts_page
+from megatron_rl_viewer.prompts import common_prompts, prompt_of_run
+from megatron_rl_viewer.query import (
+    MAX_LIMIT,
+    MAX_OFFSET,
+    Query,
+    QueryError,
+    groups_page,
+    parse_filters,
+    rollouts_page,
+)
 from megatron_rl_viewer.run_folder import Run, Runs, setting_differences
 from megatron_rl_viewer.story import story
 
@@ -56,6 +65,7 @@ def create_app(
     guard(app, token, cookie=f"megatron_rl_view_{port}")
     add_run_routes(app, runs)
     add_rollout_routes(app, runs)
+    add_prompt_routes(app, runs)
     add_static_routes(app, static)
     return app
 
@@ -112,6 +122,12 @@ def find(runs: Runs, number: int) -> Run:
     if not 0 <= number < len(runs.runs):
         raise HTTPException(404, f"no run {number}: there are {len(runs.runs)}")
     return runs.runs[number]
+
+
+def reload_later(run: Run) -> str:
+    """Return the end of a message about what a run lacks; "" once the run is read."""
+    indexing = run.indexing()
+    return f": {indexing}; reload the page later" if indexing else ""
 
 
 def add_run_routes(app: FastAPI, runs: Runs) -> None:
@@ -191,9 +207,7 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         run = find(runs, number)
         tokens = token_data.rollout(run, key)
         if tokens is None:
-            indexing = run.indexing()
-            later = f": {indexing}; reload the page later" if indexing else ""
-            raise HTTPException(404, f"no rollout {key}{later}")
+            raise HTTPException(404, f"no rollout {key}{reload_later(run)}")
         return answer(tokens)
 
     @app.get("/api/runs/{number}/experts")
@@ -209,6 +223,29 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         run = find(runs, number)
         run.read_small()
         return answer(expert_loads.over_steps(run, layer, expert))
+
+
+def add_prompt_routes(app: FastAPI, runs: Runs) -> None:
+    """Add the paths that compare runs on the same prompts."""
+
+    @app.get("/api/runs/{number}/prompt")
+    def prompt(
+        number: int, key: str, after: Annotated[int, Argument(ge=-1, le=MAX_OFFSET)] = -1
+    ) -> Response:
+        run = find(runs, number)
+        steps = prompt_of_run(run, key, after)
+        if steps is None:
+            raise HTTPException(404, f"no prompt {key}{reload_later(run)}")
+        return answer(steps)
+
+    @app.get("/api/prompts")
+    def prompts(
+        numbers: Annotated[list[int], Argument(alias="run")],
+        offset: Annotated[int, Argument(ge=0, le=MAX_OFFSET)] = 0,
+        limit: Annotated[int, Argument(ge=1, le=MAX_LIMIT)] = 20,
+    ) -> Response:
+        chosen = [find(runs, number) for number in dict.fromkeys(numbers)]
+        return answer(common_prompts(chosen, offset, limit))
 
 
 def add_static_routes(app: FastAPI, static: Path) -> None:

@@ -7,7 +7,6 @@ the API without "/api/".
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from megatron_rl.config.redact import Redactor
 from megatron_rl_viewer import expert_loads, token_data
-from megatron_rl_viewer.answer import clean
+from megatron_rl_viewer.answer import answer_json
 from megatron_rl_viewer.query import (
     GROUP_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -81,8 +80,9 @@ def script_json(value: object) -> str:
     ("<!--").
     """
     # ASCII: a script must not have the line separators U+2028 and U+2029 either
-    text = json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return (
+        answer_json(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    )
 
 
 def rows_found(run: Run, query: Query) -> list[dict]:

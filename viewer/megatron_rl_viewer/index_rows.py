@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from urllib.parse import quote
@@ -33,7 +34,7 @@ def index_row(file: str, line: Line, fields: dict) -> tuple:
     step, name = integer(fields, "step"), text(fields, "id")
     length = integer(fields, "response_length")
     integer(fields, "prompt_length", 0)
-    _ = fields["prompt"], fields["response"]  # KeyError for a line without them
+    _ = fields["response"]  # KeyError for a line without it
     spans = fields.get("policy_versions") or [[fields.get("policy_version"), length]]
     versions = [
         version
@@ -52,6 +53,7 @@ def index_row(file: str, line: Line, fields: dict) -> tuple:
         name,
         rollout_key(step, file, prompt),
         episode,
+        prompt_key(fields["prompt"]),
         line.offset,
         len(line.data),
         number_or_none(fields.get("reward")),
@@ -105,6 +107,15 @@ def searched_text(value: object) -> str:
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
+
+
+def prompt_key(prompt: object) -> str:
+    """Return the key of a prompt, equal in every step and run: blake2b of its text, 16 hex digits.
+
+    Every saved rollout has the text.  Its token ids are in the token data alone, which most runs
+    save of a few groups or of none.
+    """
+    return hashlib.blake2b(searched_text(prompt).encode(), digest_size=8).hexdigest()
 
 
 def rollout_key(step: int, file: str, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 2
+VERSION = 3
 """Version of the tables below; an index of another version is built again."""
 TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
 INDEXED = (
@@ -12,7 +12,8 @@ INDEXED = (
     *TRAINED_NUMBERS,
 )  # fmt: skip
 GROUP_INDEXED = (
-    "count", "reward_mean", "reward_min", "reward_max", "length_mean", "flip_frac", "kl",
+    "prompt_key", "count", "reward_mean", "reward_min", "reward_max", "length_mean", "flip_frac",
+    "kl",
 )  # fmt: skip
 SCHEMA = f"""
 CREATE TABLE files(
@@ -21,8 +22,8 @@ CREATE TABLE files(
 CREATE TABLE warnings(file TEXT, text TEXT);
 CREATE TABLE rollouts(
     number INTEGER PRIMARY KEY, step INT, file TEXT, id TEXT, group_key TEXT, episode TEXT,
-    offset INT, size INT, reward REAL, advantage REAL, length INT, finish_reason TEXT,
-    version INT, versions TEXT, turns INT, has_tensors INT DEFAULT 0,
+    prompt_key TEXT, offset INT, size INT, reward REAL, advantage REAL, length INT,
+    finish_reason TEXT, version INT, versions TEXT, turns INT, has_tensors INT DEFAULT 0,
     kl REAL, max_log_ratio REAL, clipped_frac REAL, flip_frac REAL, UNIQUE(step, file, id));
 CREATE INDEX rollouts_group ON rollouts(group_key);
 CREATE TABLE texts(number INTEGER PRIMARY KEY, prompt TEXT, response TEXT);
@@ -32,8 +33,9 @@ CREATE TABLE trained(
     kl REAL, max_log_ratio REAL, clipped_frac REAL, flip_frac REAL,
     PRIMARY KEY(step, id, file)) WITHOUT ROWID;
 CREATE TABLE groups(
-    number INTEGER PRIMARY KEY, step INT, file TEXT, key TEXT UNIQUE, first INT, count INT,
-    reward_mean REAL, reward_min REAL, reward_max REAL, length_mean REAL, kl REAL, flip_frac REAL);
+    number INTEGER PRIMARY KEY, step INT, file TEXT, key TEXT UNIQUE, prompt_key TEXT, first INT,
+    count INT, reward_mean REAL, reward_min REAL, reward_max REAL, length_mean REAL, kl REAL,
+    flip_frac REAL);
 CREATE INDEX groups_step ON groups(step);
 CREATE TABLE shards(name TEXT PRIMARY KEY, size INT, modified INT, error TEXT);
 PRAGMA user_version = {VERSION};
@@ -43,7 +45,7 @@ rollouts: one row per sequence, with numbers and short texts.
 texts: the beginnings of prompt and response that a table shows.
 search: full text of both (FTS5; the texts themselves stay in the jsonl).
 trained: lines of the trainer's half.
-groups: one row per (step, prompt).
+groups: one row per (step, prompt); prompt_key is the same in every step and run.
 shards: safetensors files whose ids were read.
 """
 SORTED_BY = {
@@ -53,9 +55,9 @@ SORTED_BY = {
 }
 """Name of an index -> the statement that makes it, when all rows of a new run are there."""
 ROW = """INSERT OR REPLACE INTO rollouts(
-        number, file, step, id, group_key, episode, offset, size, reward, advantage, length,
-        finish_reason, version, versions, turns)
-    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+        number, file, step, id, group_key, episode, prompt_key, offset, size, reward, advantage,
+        length, finish_reason, version, versions, turns)
+    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
 JOIN_TRAINED = f"""UPDATE rollouts
     SET ({", ".join(TRAINED_NUMBERS)}) = (
         SELECT {", ".join(TRAINED_NUMBERS)} FROM trained AS t
@@ -64,11 +66,11 @@ JOIN_TRAINED = f"""UPDATE rollouts
     WHERE step = ?"""
 """A subquery by t's primary key: a join reads all rows of the step for each of its rows."""
 GROUP_ROWS = """INSERT INTO groups(
-        step, file, key, first, count, reward_mean, reward_min, reward_max, length_mean, kl,
-        flip_frac)
-    SELECT step, file, group_key, min(number), count(CASE episode WHEN '' THEN 1 END),
-        avg(CASE episode WHEN '' THEN reward END), min(reward), max(reward), avg(length), avg(kl),
-        avg(flip_frac)
+        step, file, key, prompt_key, first, count, reward_mean, reward_min, reward_max,
+        length_mean, kl, flip_frac)
+    SELECT step, file, group_key, min(prompt_key), min(number),
+        count(CASE episode WHEN '' THEN 1 END), avg(CASE episode WHEN '' THEN reward END),
+        min(reward), max(reward), avg(length), avg(kl), avg(flip_frac)
     FROM rollouts WHERE step = ? GROUP BY file, group_key ORDER BY min(number)"""
 
 

@@ -13,6 +13,38 @@ from megatron_rl.metrics.lines import MetricLines
 from megatron_rl_viewer.follow import FilePlace, after, cut_line, is_rewritten, new_lines
 
 EVALUATION = "eval/"
+LABELS = {
+    "rollout/reward_mean": "reward, training prompts",
+    "rollout/response_length_mean": "response tokens",
+    "rollout/turns_mean": "turns of an episode",
+    "rollout/environment_length_mean": "masked tokens, which an environment wrote, per episode",
+    "rollout/truncated_frac": "responses cut at the length limit",
+    "rollout/environment_seconds_mean": "seconds per episode outside sampling",
+    "train/entropy": "entropy (nats per token)",
+    "train/kl_mu_pi": "KL(mu, pi_old), k1",
+    "teacher/reverse_kl": "KL(mu, pi_T), the reverse KL to the teachers",
+    "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
+    "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
+    "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
+    "logratio/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
+    "first_order/total_median": "first-order approximation: what it leaves out, median response",
+    "first_order/total_p95": "the same, 95 % of the responses at most",
+    "train/ess": "effective sample size of the importance weights",
+    "train/clip_frac": "clipped tokens",
+    "train/nonfinite_frac": "tokens with a non-finite log-prob",
+    "optim/skipped_updates": "updates skipped for a non-finite gradient",
+    "rollout/zero_advantage_groups_frac": "prompts whose responses all score the same",
+    "routing/router_mismatch": "experts that differ, trainer alone",
+    "routing/replayed_mismatch": "experts that differ, used in training",
+    "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
+    "routing/flipped_margin": "k-th minus next score where they differ",
+    "routing/kept_margin": "the same where they agree",
+    "replay/missing_route_frac": "response tokens without a route",
+    "replay/prompt_missing_route_frac": "prompt tokens without a route",
+    "optim/grad_norm": "gradient norm",
+    "time/step": "seconds per step",
+}
+"""The main metrics in words, for charts and report.html."""
 
 
 class MetricsFile:
@@ -69,8 +101,8 @@ class MetricsFile:
             return max((len(values) for row in rows for values in row.values()), default=0)
 
     def table(self, after_step: int = -1, names: Sequence[str] = ()) -> dict:
-        """Return {"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step, with
-        one value per step, NaN if there is none.
+        """Return {"steps", "metrics", "per_layer", "evaluations", "labels"} of the steps >
+        after_step, with one value per step, NaN if there is none.
         """
         with self._lock:
             rows = {step: row for step, row in sorted(self._metrics.items()) if step > after_step}
@@ -95,6 +127,7 @@ class MetricsFile:
                 for name in sorted(layered)
             },
             "evaluations": {"steps": evaluated, "metrics": columns(evaluated, evaluations)},
+            "labels": {name: LABELS[name] for name in metrics if name in LABELS},
         }
 
 

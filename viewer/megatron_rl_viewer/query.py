@@ -146,7 +146,8 @@ def rollout_row(row: sqlite3.Row) -> dict[str, object]:
     shown = {name: row[name] for name in ROLLOUT_COLUMNS}
     shown |= {"has_tensors": bool(row["has_tensors"])}
     key = rollout_key(row["step"], row["file"], row["id"])
-    return shown | {"key": key, "group": row["group_key"], "episode": row["episode"]}
+    hidden = {name: row[name] for name in ("episode", "prompt_key")}
+    return shown | hidden | {"key": key, "group": row["group_key"]}
 
 
 def groups_page(connection: sqlite3.Connection, query: Query) -> dict:

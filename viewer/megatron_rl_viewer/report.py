@@ -18,46 +18,18 @@ from megatron_rl.config.redact import Redactor
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.left_out_counts import counts_of_run
-from megatron_rl.metrics.results import evaluations, read_run_settings, series
+from megatron_rl.metrics.results import read_run_settings, series
 from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.records import StepResult
 from megatron_rl_viewer.figure import draw_run
+from megatron_rl_viewer.metrics import LABELS, MetricsFile
 from megatron_rl_viewer.report_style import STYLE
+from megatron_rl_viewer.story import REWARD, held_out, reward
 
 logger = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 1500
-SUMMARY = {
-    "rollout/reward_mean": "reward, training prompts",
-    "rollout/response_length_mean": "response tokens",
-    "rollout/turns_mean": "turns of an episode",
-    "rollout/environment_length_mean": "masked tokens, which an environment wrote, per episode",
-    "rollout/truncated_frac": "responses cut at the length limit",
-    "rollout/environment_seconds_mean": "seconds per episode outside sampling",
-    "train/entropy": "entropy (nats per token)",
-    "train/kl_mu_pi": "KL(mu, pi_old), k1",
-    "teacher/reverse_kl": "KL(mu, pi_T), the reverse KL to the teachers",
-    "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
-    "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
-    "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
-    "logratio/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
-    "first_order/total_median": "first-order approximation: what it leaves out, median response",
-    "first_order/total_p95": "the same, 95 % of the responses at most",
-    "train/ess": "effective sample size of the importance weights",
-    "train/nonfinite_frac": "tokens with a non-finite log-prob",
-    "optim/skipped_updates": "updates skipped for a non-finite gradient",
-    "rollout/zero_advantage_groups_frac": "prompts whose responses all score the same",
-    "routing/router_mismatch": "experts that differ, trainer alone",
-    "routing/replayed_mismatch": "experts that differ, used in training",
-    "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
-    "routing/flipped_margin": "k-th minus next score where they differ",
-    "routing/kept_margin": "the same where they agree",
-    "replay/missing_route_frac": "response tokens without a route",
-    "replay/prompt_missing_route_frac": "prompt tokens without a route",
-    "optim/grad_norm": "gradient norm",
-    "time/step": "seconds per step",
-}
 USERS_METRICS = {
     "reward/": "of the reward function, mean",
     "episode/": "of the rollout function or environment, mean",
@@ -86,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
     parts = [
         f"<h1>{html.escape(name)}</h1>",
         report_headline(results),
-        *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
+        *(f'<p class="big">{html.escape(line)}</p>' for line in story_lines(run_dir)),
         health_list(results, read_run_settings(run_dir)),
         left_out_table(results),
         (
@@ -177,21 +149,19 @@ def report_headline(results: Sequence[StepResult]) -> str:
     )
 
 
-def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
-    """Yield a line per evaluation set: its value before and after training."""
-    for name in evaluations(results):
-        steps, values = series(results, name)
-        if len(steps) > 1:
-            label, before, after = html.escape(name.removeprefix("eval/")), values[0], values[-1]
-            yield (
-                f"{label}: {before:.3f} before training, <b>{after:.3f}</b> after {steps[-1]} steps"
-            )
+def story_lines(run_dir: Path) -> Iterator[str]:
+    """Yield the sentences of the viewer's page about the reward and the held-out sets."""
+    metrics = MetricsFile(run_dir)
+    metrics.update()
+    table = metrics.table()
+    yield reward(table["steps"], table["metrics"].get(REWARD, []))
+    yield held_out(table["evaluations"])
 
 
 def summary_table(results: Sequence[StepResult]) -> str:
     """Return a table of the most important metrics in the first and the last fifth of the run."""
     rows = []
-    for name, label in {**SUMMARY, **users_metrics(results)}.items():
+    for name, label in {**LABELS, **users_metrics(results)}.items():
         _, values = series(results, name)
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)

@@ -1,25 +1,16 @@
-"""Colours and CSS of report.html, light and dark: those of the viewer (viewer/web/src/colors.json;
-a test compares them).
-"""
+"""CSS of report.html, in the viewer's colours, light and dark (viewer/web/src/colors.json)."""
 
 from __future__ import annotations
 
-COLORS = {
-    "light": {
-        "bg": "#ffffff", "panel": "#f6f7f9", "line": "#dfe3e8", "text": "#1d2127",
-        "muted": "#59616d", "accent": "#1f5fa8",
-        "good": "#1b6e3c", "watch": "#855600", "bad": "#a8263a",
-    },
-    "dark": {
-        "bg": "#14161a", "panel": "#1c1f25", "line": "#2d323b", "text": "#e6e8ec",
-        "muted": "#a3abb6", "accent": "#84b8f2",
-        "good": "#74c894", "watch": "#e0b057", "bad": "#f08a96",
-    },
-}  # fmt: skip
+import json
+from pathlib import Path
+
+COLORS = json.loads((Path(__file__).parent / "static/colors.json").read_text())
 
 
 def variables(mode: str) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in COLORS[mode].items())
+    colors = {name: color for name, color in COLORS[mode].items() if isinstance(color, str)}
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
 STYLE = f"""

@@ -106,10 +106,6 @@ class TensorFile:
         """Return the ids of the sequences in the file, sorted."""
         return sorted({name.rpartition(":")[0] for name in self._entries})
 
-    def shape(self, name: str, kind: str) -> tuple[int, ...] | None:
-        entry = self._entries.get(f"{name}:{kind}")
-        return entry[1] if entry else None
-
     def get(self, name: str, kind: str) -> np.ndarray | None:
         """Return the tensor "NAME:KIND", or None."""
         if f"{name}:{kind}" not in self._entries:

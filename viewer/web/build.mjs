@@ -1,4 +1,4 @@
-// Builds the pages into viewer/megatron_rl_viewer/static: app.js, app.css, index.html, icon.svg, LICENSES.txt, sources.sha256.
+// Builds the pages into viewer/megatron_rl_viewer/static: app.js, app.css, index.html, icon.svg, colors.json, LICENSES.txt, sources.sha256.
 import { createHash } from "node:crypto";
 import { mkdirSync, readdirSync, readFileSync, writeFileSync, copyFileSync, existsSync } from "node:fs";
 import { dirname, join, relative } from "node:path";
@@ -25,7 +25,7 @@ function sourcesHash() {
   return hash.digest("hex");
 }
 
-/** The colours of colors.json as CSS variables: --text, --series-0, and the classes of coloured tokens. */
+/** The colours of colors.json as CSS variables: --text, --series-0, and the classes of each step of a scale. */
 function colorCss() {
   const colors = JSON.parse(readFileSync(join(HERE, "src", "colors.json"), "utf8"));
   const variables = (mode) =>
@@ -40,7 +40,7 @@ function colorCss() {
     `:root{color-scheme:light;${variables("light")}}\n` +
     `@media (prefers-color-scheme:dark){:root:not([data-theme=light]){color-scheme:dark;${variables("dark")}}}\n` +
     `:root[data-theme=dark]{color-scheme:dark;${variables("dark")}}\n` +
-    ["sequential", "diverging", "category"].map(steps).join("\n")
+    ["series", "sequential", "diverging", "category", "heat"].map(steps).join("\n")
   );
 }
 
@@ -88,6 +88,7 @@ const result = await build({
 });
 copyFileSync(join(HERE, "src", "index.html"), join(OUT, "index.html"));
 copyFileSync(join(HERE, "src", "icon.svg"), join(OUT, "icon.svg"));
+copyFileSync(join(HERE, "src", "colors.json"), join(OUT, "colors.json")); // report.html has them too
 writeFileSync(join(OUT, "LICENSES.txt"), licenses(result.metafile.inputs));
 writeFileSync(join(OUT, "sources.sha256"), sourcesHash() + "\n");
 const size = (name) => `${name} ${Math.round(readFileSync(join(OUT, name)).length / 1024)} KiB`;

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from megatron_rl.records import StepResult
 from megatron_rl_viewer import report_command
 from megatron_rl_viewer.figure import draw_run
 from megatron_rl_viewer.report import exported_rollouts, health_list, sample_tables, write_report
-from megatron_rl_viewer.report_style import COLORS
 
 HOSTILE = "<script>alert('x')</script> & \x00"
 
@@ -70,7 +68,8 @@ def test_the_page_is_complete_self_contained_and_escaped(run_dir, caplog):
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     picture = base64.b64decode(re.search(r"base64,([^\"]+)", page).group(1))
     assert picture == (run_dir / "report.png").read_bytes() and picture.startswith(b"\x89PNG")
-    assert "heldout/avg@4: 0.250 before training, <b>0.750</b> after 20 steps" in page
+    assert "heldout avg@4 goes from 0.250 after step 0 to 0.750 after step 20." in page
+    assert "The mean reward rises from 0.075 to 0.875 over steps 1 to 20." in page
     assert "20 steps, 0.7 minutes" in page
     assert "3 (cut)" in page
     assert "1 of the last" in caplog.text  # the broken line is reported
@@ -258,9 +257,3 @@ def test_rollouts_that_an_export_shows_are_linked(tmp_path, caplog):
     )
     assert links == ["export/index.html#/run/1/rollout/1/rollouts/Q1%2F0"]
     assert "broken/data.js: not an export" in caplog.text
-
-
-def test_the_report_has_the_colors_of_the_viewer():
-    of_viewer = json.loads((Path(__file__).parents[3] / "viewer/web/src/colors.json").read_text())
-    for mode, colors in of_viewer.items():
-        assert {name: colors[name] for name in COLORS[mode]} == COLORS[mode]

@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from megatron_rl_viewer.app import create_app
+from megatron_rl_viewer.index_rows import prompt_key
 from megatron_rl_viewer.run_folder import Runs
 from megatron_rl_viewer.view_command import main, serve_pages
 from tests.unit.viewer.conftest import TOKEN
@@ -24,7 +25,8 @@ PATHS = (
     "/api/runs/0/config", "/api/diff?a=0&b=0",
     "/api/runs/0/health", "/api/runs/0/story", "/api/runs/0/rollouts", "/api/runs/0/groups",
     "/api/runs/0/rollout/1/rollouts/Q0%2F0",
-    "/api/runs/0/experts",
+    "/api/runs/0/experts", "/api/prompts?run=0",
+    f"/api/runs/0/prompt?key={prompt_key('10+1=')}",
 )  # fmt: skip
 
 
@@ -104,6 +106,7 @@ def test_metrics(client):
         "optim/grad_norm",
         "train/entropy",
     ]
+    assert later["labels"]["optim/grad_norm"] == "gradient norm"
 
 
 def test_events_and_settings(client):

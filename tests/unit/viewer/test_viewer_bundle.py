@@ -43,6 +43,7 @@ def test_the_bundle_is_complete_and_small():
         "app.js",
         "app.css",
         "icon.svg",
+        "colors.json",
         "LICENSES.txt",
         "sources.sha256",
     }

@@ -2,6 +2,7 @@ import { useEffect } from "preact/hooks";
 import { isExport } from "./client";
 import { ExpertsPage } from "./experts/ExpertsPage";
 import { RolloutPage } from "./rollout/RolloutPage";
+import { PromptPage } from "./prompt/PromptPage";
 import { useRoute } from "./route";
 import { RunPage } from "./run/RunPage";
 import { Guard } from "./shared/Guard";
@@ -25,6 +26,7 @@ export function App() {
     return <Problem text={`there is no run ${route.run}; runs: ${runs.map(({ id }) => id).join(", ") || "none"}`} />;
   const others = route.query.get("runs")?.split(",").map(Number) ?? [];
   const shown = route.page === "compare" ? runs.filter(({ id }) => others.includes(id)) : [run];
+  const prompt = route.page === "compare" ? route.query.get("prompt") : null;
   return (
     <>
       <a
@@ -41,7 +43,10 @@ export function App() {
       <main id="main" tabIndex={-1} class="page">
         {error && <Problem text={isExport() ? error : `${error} (last known state is shown)`} />}
         <Guard key={`${route.page} ${route.run} ${route.key}`}>
-          {(route.page === "run" || route.page === "compare") && (
+          {prompt !== null && (
+            <PromptPage shown={shown.length ? shown : [run]} promptKey={prompt} query={route.query} />
+          )}
+          {(route.page === "run" || route.page === "compare") && prompt === null && (
             <RunPage
               key={shown.map(({ id }) => id).join()}
               shown={shown.length ? shown : [run]}
@@ -49,8 +54,8 @@ export function App() {
               query={route.query}
             />
           )}
-          {route.page === "rollouts" && <RolloutsPage key={run.id} run={run} query={route.query} />}
-          {route.page === "rollout" && <RolloutPage run={run} rolloutKey={route.key} query={route.query} />}
+          {route.page === "rollouts" && <RolloutsPage key={run.id} run={run} runs={runs} query={route.query} />}
+          {route.page === "rollout" && <RolloutPage run={run} runs={runs} rolloutKey={route.key} query={route.query} />}
           {route.page === "experts" && <ExpertsPage key={run.id} run={run} query={route.query} />}
         </Guard>
       </main>

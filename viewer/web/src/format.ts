@@ -24,7 +24,7 @@ export function setting(value: unknown): string {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** Median of the finite values; null where there are none. */
+/** The finite value with this share of the finite values below it; null where there are none. */
 export function quantile(values: readonly (number | null)[], share: number): number | null {
   const finite = values
     .filter((value): value is number => value !== null && Number.isFinite(value))

@@ -9,6 +9,7 @@ import "./style.css";
 import "./controls.css";
 import "./tables.css";
 import "./rollout.css";
+import "./prompt.css";
 
 setTheme(storedTheme());
 const root = document.getElementById("app") as HTMLElement;

@@ -1,6 +1,7 @@
 // The page and its state, all in the URL's hash: links can be shared and "back" works.
 
 import { useEffect, useState } from "preact/hooks";
+import type { Run } from "./types";
 
 export type PageName = "run" | "rollouts" | "rollout" | "experts" | "compare";
 
@@ -13,7 +14,8 @@ export interface Route {
 
 const listeners = new Set<() => void>();
 
-/** #/run/0, #/run/0/rollouts?sort=kl, #/run/0/rollout/KEY?color=ratio, #/run/0/experts, #/compare?runs=0,1 */
+/** #/run/0, #/run/0/rollouts?sort=kl, #/run/0/rollout/KEY?color=ratio, #/run/0/experts, #/compare?runs=0,1,
+ *  #/compare?runs=0,1&prompt=KEY */
 export function parseRoute(hash: string): Route {
   const [path, search = ""] = hash.replace(/^#\/?/, "").split("?");
   const query = new URLSearchParams(search);
@@ -51,6 +53,9 @@ export function setQuery(changes: Record<string, string | null>): void {
   history.replaceState(null, "", `${path || "#/run/0"}${query.size ? `?${query}` : ""}`);
   listeners.forEach((update) => update());
 }
+
+export const promptLink = (runs: Run[], key: string): string =>
+  `#/compare?runs=${runs.map(({ id }) => id).join()}&prompt=${key}`;
 
 export const rolloutLink = (run: number, key: string, color?: string | null): string =>
   `#/run/${run}/rollout/${key}${color ? `?color=${color}` : ""}`;

@@ -45,5 +45,4 @@ export const color = (name: string): string =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 /** The nine colours of a scale: heat, sequential, diverging. */
-export const scale = (name: string, steps = 9): string[] =>
-  Array.from({ length: steps }, (_, step) => color(`${name}-${step}`));
+export const scale = (name: string): string[] => Array.from({ length: 9 }, (_, step) => color(`${name}-${step}`));

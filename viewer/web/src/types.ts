@@ -23,6 +23,8 @@ export interface Metrics {
   metrics: Record<string, Num[]>;
   per_layer: Record<string, (Num[] | null)[]>;
   evaluations: { steps: number[]; metrics: Record<string, Num[]> };
+  /** Metric -> what it is, in words. */
+  labels: Record<string, string>;
 }
 
 export interface RunEvent {
@@ -90,6 +92,29 @@ export interface TablePage {
   indexing?: number | null;
 }
 
+/** The groups of one prompt in a run, some steps of them. */
+export interface PromptSteps {
+  prompt: string;
+  groups: PromptGroup[];
+  /** The last of these steps, where others follow. */
+  next: number | null;
+  missing: string[];
+}
+
+export interface PromptGroup {
+  key: string;
+  step: number;
+  count: number;
+  reward_mean: Num;
+  responses: Row[];
+}
+
+/** Prompts that several runs have; `rewards` and `groups` have one value per run. */
+export interface CommonPrompts {
+  total: number;
+  rows: { key: string; prompt: string; rewards: Num[]; groups: number[]; difference: Num }[];
+}
+
 export interface Filter {
   column: string;
   op: ">=" | "<=" | ">" | "<" | "=" | "!=" | "contains";
@@ -124,7 +149,6 @@ export interface Packed {
 export interface Routes {
   layers: number;
   top_k: number;
-  layer_numbers?: number[];
   server: Packed | null;
   trainer: Packed | null;
   flips: Packed | null;
@@ -135,6 +159,7 @@ export interface Routes {
 
 export interface Rollout {
   key?: string;
+  prompt_key?: string;
   meta: Record<string, unknown>;
   group: Row[];
   tokens: Token[];

@@ -12,13 +12,24 @@ export interface Loaded<T> {
 
 /** JSON of /api/`path` (null: nothing yet); reads it again every two seconds where `isLive`. */
 export function useData<T>(path: string | null, isLive = false): Loaded<T> {
+  return useLoaded(path, (signal) => get<T>(path as string, signal), isLive);
+}
+
+/** What `read` returns, which `path` names; null reads nothing. */
+export function useLoaded<T>(
+  path: string | null,
+  read: (signal: AbortSignal) => Promise<T>,
+  isLive: boolean,
+): Loaded<T> {
   const [state, setState] = useState<Loaded<T> & { path: string | null }>({ data: null, error: null, path });
   useEffect(() => {
     if (path === null) return;
     const abort = new AbortController();
     const load = () =>
-      get<T>(path, abort.signal).then(
-        (data) => setState({ data, error: null, path }),
+      read(abort.signal).then(
+        (data) => {
+          if (!abort.signal.aborted) setState({ data, error: null, path });
+        },
         (error: Error) => {
           if (!abort.signal.aborted) setState((before) => ({ ...before, error: error.message, path }));
         },

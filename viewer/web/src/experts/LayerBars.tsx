@@ -1,7 +1,7 @@
-import { number } from "../format";
+import { percent } from "../format";
 import type { Num } from "../types";
 
-/** A bar per layer, as a table that is read as one. */
+/** A bar per layer, its share of the (token, layer) pairs; a table that is read as one. */
 export function LayerBars({ values }: { values: Num[] }) {
   const most = Math.max(...values.map((value) => value ?? 0)) || 1;
   return (
@@ -18,7 +18,7 @@ export function LayerBars({ values }: { values: Num[] }) {
             <tr key={layer}>
               <th scope="row">{layer}</th>
               <td>
-                <span class="bar-fill" style={{ width: `${(70 * (value ?? 0)) / most}%` }} /> {shown(value)}
+                <span class="bar-fill" style={{ width: `${(70 * (value ?? 0)) / most}%` }} /> {percent(value)}
               </td>
             </tr>
           ))}
@@ -27,7 +27,3 @@ export function LayerBars({ values }: { values: Num[] }) {
     </div>
   );
 }
-
-/** A share of (token, layer) pairs, or a count where it is above 1. */
-const shown = (value: Num): string =>
-  value === null ? "-" : value <= 1 ? `${number(100 * value, 3)} %` : number(value);

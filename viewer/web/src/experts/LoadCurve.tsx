@@ -1,7 +1,7 @@
 import { useMemo, useState } from "preact/hooks";
 import { setQuery } from "../route";
 import { Chart } from "../run/Chart";
-import type { Zoom } from "../run/RunPage";
+import type { Zoom } from "../run/charts";
 import type { MetricsOf } from "../run/useMetrics";
 import { Problem } from "../shared/Problem";
 import type { ExpertLoad, Metrics, Run } from "../types";
@@ -55,4 +55,5 @@ const table = (name: string, steps: number[], values: (number | null)[]): Metric
   metrics: { [name]: values },
   per_layer: {},
   evaluations: { steps: [], metrics: {} },
+  labels: {},
 });

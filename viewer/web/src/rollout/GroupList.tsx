@@ -33,24 +33,20 @@ export function GroupList({ run, group: all, here, beside, color }: Props) {
       <nav class="group" ref={box} aria-label="Responses of the group">
         {group.map((row) => {
           const key = `${row.key}`;
-          const isHere = key === here;
-          const isBeside = beside.includes(key);
           return (
-            <a
+            <Mark
               key={key}
-              class={`member${isHere ? " here" : ""}${isBeside ? " beside" : ""}`}
-              href={rolloutLink(run.id, key, color)}
-              aria-current={isHere ? "page" : undefined}
-              aria-label={`reward ${number(row.reward, 3)}, ${number(row.length)} tokens${isBeside ? ", shown beside" : ""}`}
-              title={`reward ${number(row.reward, 3)}, ${number(row.length)} tokens`}
+              row={row}
+              share={share(row)}
+              link={rolloutLink(run.id, key, color)}
+              isHere={key === here}
+              isBeside={beside.includes(key)}
               onClick={(event) => {
-                if (!isComparing || isHere) return;
+                if (!isComparing || key === here) return;
                 event.preventDefault();
                 toggle(key);
               }}
-            >
-              <i style={{ height: `${Math.round(20 + 80 * share(row))}%` }} />
-            </a>
+            />
           );
         })}
       </nav>
@@ -69,8 +65,34 @@ export function GroupList({ run, group: all, here, beside, color }: Props) {
   );
 }
 
-/** The place of a row's reward between the least and the largest of the group; 1 where all are equal. */
-function shareOf(group: Row[]): (row: Row) => number {
+interface MarkProps {
+  row: Row;
+  share: number;
+  link: string;
+  isHere?: boolean;
+  isBeside?: boolean;
+  onClick?: (event: MouseEvent) => void;
+}
+
+/** A response, which it opens; its height is `share`, 0 to 1. */
+export function Mark({ row, share, link, isHere, isBeside, onClick }: MarkProps) {
+  const text = `reward ${number(row.reward, 3)}, ${number(row.length)} tokens`;
+  return (
+    <a
+      class={`member${isHere ? " here" : ""}${isBeside ? " beside" : ""}`}
+      href={link}
+      aria-current={isHere ? "page" : undefined}
+      aria-label={`${text}${isBeside ? ", shown beside" : ""}`}
+      title={text}
+      onClick={onClick}
+    >
+      <i style={{ height: `${Math.round(20 + 80 * share)}%` }} />
+    </a>
+  );
+}
+
+/** The place of a row's reward between the least and the largest of these; 1 where all are equal. */
+export function shareOf(group: Row[]): (row: Row) => number {
   const rewards = group.map(({ reward }) => reward).filter((reward) => typeof reward === "number");
   const [least, largest] = [Math.min(...rewards), Math.max(...rewards)];
   return ({ reward }) => {

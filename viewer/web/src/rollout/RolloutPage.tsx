@@ -2,6 +2,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { isThere } from "../client";
 import { rolloutLink, setQuery } from "../route";
 import { Problem } from "../shared/Problem";
+import { PromptLink } from "../shared/PromptLink";
 import { Warnings } from "../shared/Warnings";
 import type { Num, Rollout, Run } from "../types";
 import { coloring } from "./coloring";
@@ -26,8 +27,15 @@ interface Cursor {
   by: "mouse" | "key" | "click";
 }
 
+interface PageProps {
+  run: Run;
+  runs: Run[];
+  rolloutKey: string;
+  query: URLSearchParams;
+}
+
 /** One response, and others of its group beside it. */
-export function RolloutPage({ run, rolloutKey, query }: { run: Run; rolloutKey: string; query: URLSearchParams }) {
+export function RolloutPage({ run, runs, rolloutKey, query }: PageProps) {
   const beside = (query.get("with") ?? "").split(",").filter(Boolean);
   const { rollouts, errors } = useRollouts(run.id, [rolloutKey, ...beside]);
   const [cursor, setCursor] = useState<Cursor | null>(null);
@@ -38,6 +46,7 @@ export function RolloutPage({ run, rolloutKey, query }: { run: Run; rolloutKey: 
   return (
     <Loaded
       run={run}
+      runs={runs}
       here={rolloutKey}
       beside={beside}
       rollouts={rollouts}
@@ -53,6 +62,7 @@ export function RolloutPage({ run, rolloutKey, query }: { run: Run; rolloutKey: 
 
 interface LoadedProps {
   run: Run;
+  runs: Run[];
   here: string;
   beside: string[];
   rollouts: Rollout[];
@@ -64,7 +74,7 @@ interface LoadedProps {
   setHelp: (isHelp: boolean) => void;
 }
 
-function Loaded({ run, here, beside, rollouts, errors, query, cursor, setCursor, isHelp, setHelp }: LoadedProps) {
+function Loaded({ run, runs, here, beside, rollouts, errors, query, cursor, setCursor, isHelp, setHelp }: LoadedProps) {
   const main = rollouts[0];
   const routes = useMemo(
     () => rollouts.map(({ routes: sent, tokens }) => (sent ? new RouteView(sent, tokens.length) : null)),
@@ -150,6 +160,7 @@ function Loaded({ run, here, beside, rollouts, errors, query, cursor, setCursor,
       <div class="controls">
         <h1>{`${main.meta.id ?? here}`}</h1>
         <a href={`#/run/${run.id}/rollouts`}>all rollouts</a>
+        <PromptLink runs={runs} promptKey={main.prompt_key} />
         <button type="button" onClick={() => setHelp(true)}>
           Keys
         </button>

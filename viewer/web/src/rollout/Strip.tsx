@@ -88,7 +88,7 @@ function totals(routes: RouteView, length: number): [number, number | null] {
     }
     tokens += Number(hasFlip);
   }
-  return [tokens, tokens ? routes.numbers[perLayer.indexOf(Math.max(...perLayer))] : null];
+  return [tokens, tokens ? perLayer.indexOf(Math.max(...perLayer)) : null];
 }
 
 function draw(

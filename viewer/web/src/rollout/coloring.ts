@@ -54,13 +54,12 @@ function diverging(center: number, values: number[]): Omit<Coloring, "without"> 
 }
 
 function sequential(quantity: Quantity, values: number[]): Omit<Coloring, "without"> {
-  const pale = quantity.pale ?? 0;
   const isNegative = quantity.key.startsWith("log_");
   const far = quantile(values, isNegative ? 0.01 : 0.99) || (isNegative ? -1 : 1);
-  const step = (value: number) => Math.round((STEPS - 1) * Math.max(0, Math.min(1, (value - pale) / (far - pale))));
+  const step = (value: number) => Math.round((STEPS - 1) * Math.max(0, Math.min(1, value / far)));
   const legend = Array.from({ length: STEPS }, (_, place) => ({
     className: `sequential-${place}`,
-    label: place % 4 === 0 ? number(pale + (place / (STEPS - 1)) * (far - pale), 3) : "",
+    label: place % 4 === 0 ? number((place / (STEPS - 1)) * far, 3) : "",
   }));
   return { classOf: (value) => (value == null ? "" : `sequential-${step(value)}`), legend };
 }

@@ -2,18 +2,16 @@
 
 import type { Packed } from "../types";
 
-export interface NumberArray {
-  shape: number[];
-  values: ArrayLike<number>; // last axis fastest
-}
+/** The last axis is the fastest. */
+export type Numbers = ArrayLike<number>;
 
-export function decode(array: Packed | null | undefined): NumberArray | null {
+export function decode(array: Packed | null): Numbers | null {
   if (!array) return null;
-  const { dtype, shape, data } = array;
+  const { dtype, data } = array;
   const { buffer } = bytesOf(data);
-  if (dtype === "uint8") return { shape, values: new Uint8Array(buffer) };
-  if (dtype === "int16") return { shape, values: new Int16Array(buffer) };
-  if (dtype === "float32") return { shape, values: new Float32Array(buffer) };
+  if (dtype === "uint8") return new Uint8Array(buffer);
+  if (dtype === "int16") return new Int16Array(buffer);
+  if (dtype === "float32") return new Float32Array(buffer);
   throw new Error(`an array of ${dtype}: this page reads uint8, int16 and float32`);
 }
 

@@ -7,8 +7,6 @@ export interface Quantity {
   scale: "sequential" | "diverging" | "category" | "none";
   /** Of a diverging scale: the value in its middle. */
   center?: number;
-  /** Of a sequential scale: the value at its pale end; default 0. */
-  pale?: number;
   names?: string[];
 }
 

@@ -1,7 +1,7 @@
 // Experts, margins and flips of a rollout's tokens.  Token i has row i - 1, the forward pass that predicted it.
 
 import type { Routes } from "../types";
-import { decode, type NumberArray } from "./packed";
+import { decode, type Numbers } from "./packed";
 
 export interface LayerRoute {
   layer: number;
@@ -14,11 +14,10 @@ export interface LayerRoute {
 export class RouteView {
   readonly layers: number;
   readonly topK: number;
-  readonly numbers: number[];
-  private server: NumberArray | null;
-  private trainer: NumberArray | null;
-  private margin: NumberArray | null;
-  private flips: NumberArray | null;
+  private server: Numbers | null;
+  private trainer: Numbers | null;
+  private margin: Numbers | null;
+  private flips: Numbers | null;
   private missing: Set<number>;
 
   constructor(
@@ -27,7 +26,6 @@ export class RouteView {
   ) {
     this.layers = routes.layers;
     this.topK = routes.top_k;
-    this.numbers = routes.layer_numbers ?? Array.from({ length: routes.layers }, (_, layer) => layer);
     this.server = decode(routes.server);
     this.trainer = decode(routes.trainer);
     this.margin = decode(routes.margin);
@@ -42,7 +40,7 @@ export class RouteView {
   isFlipped(token: number, layer: number): boolean {
     if (!this.flips || !this.hasRow(token)) return false;
     const byte = (token - 1) * Math.ceil(this.layers / 8) + (layer >> 3);
-    return ((this.flips.values[byte] >> (layer & 7)) & 1) === 1;
+    return ((this.flips[byte] >> (layer & 7)) & 1) === 1;
   }
 
   numFlips(token: number): number | null {
@@ -53,14 +51,14 @@ export class RouteView {
   }
 
   marginOf(token: number, layer: number): number | null {
-    const value = this.hasRow(token) ? this.margin?.values[(token - 1) * this.layers + layer] : undefined;
+    const value = this.hasRow(token) ? this.margin?.[(token - 1) * this.layers + layer] : undefined;
     return value === undefined || Number.isNaN(value) ? null : value;
   }
 
   layersOf(token: number): LayerRoute[] {
     if (!this.hasRow(token)) return [];
     return Array.from({ length: this.layers }, (_, layer) => ({
-      layer: this.numbers[layer],
+      layer,
       server: this.experts(this.server, token, layer),
       trainer: this.experts(this.trainer, token, layer),
       margin: this.marginOf(token, layer),
@@ -68,10 +66,10 @@ export class RouteView {
     }));
   }
 
-  private experts(array: NumberArray | null, token: number, layer: number): number[] {
+  private experts(array: Numbers | null, token: number, layer: number): number[] {
     if (!array) return [];
     const start = ((token - 1) * this.layers + layer) * this.topK;
-    return Array.from({ length: this.topK }, (_, place) => array.values[start + place])
+    return Array.from({ length: this.topK }, (_, place) => array[start + place])
       .filter((expert) => expert >= 0)
       .sort((a, b) => a - b);
   }

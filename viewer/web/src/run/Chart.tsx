@@ -5,8 +5,7 @@ import { NumberTable } from "../shared/NumberTable";
 import { color, useThemeCount } from "../theme";
 import type { Metrics, Num, Run, RunEvent } from "../types";
 import { EVENT_WORDS, eventClass, isMarked } from "./events";
-import type { ChartSpec } from "./charts";
-import type { Zoom } from "./RunPage";
+import type { ChartSpec, Zoom } from "./charts";
 import { smooth } from "./smooth";
 import type { MetricsOf } from "./useMetrics";
 

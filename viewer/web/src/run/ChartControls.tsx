@@ -1,5 +1,5 @@
 import { setQuery } from "../route";
-import type { Zoom } from "./RunPage";
+import type { Zoom } from "./charts";
 
 interface Props {
   smoothing: number;

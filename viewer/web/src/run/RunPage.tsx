@@ -1,11 +1,12 @@
 import { useMemo, useState } from "preact/hooks";
+import { CommonPrompts } from "../prompt/CommonPrompts";
 import { setQuery } from "../route";
 import { Problem } from "../shared/Problem";
 import { Warnings } from "../shared/Warnings";
 import type { Run } from "../types";
 import { Chart } from "./Chart";
 import { ChartControls } from "./ChartControls";
-import { chartsOf } from "./charts";
+import { chartsOf, type Zoom } from "./charts";
 import { ConfigPanel } from "./ConfigPanel";
 import { EventList } from "./EventList";
 import { Health } from "./Health";
@@ -14,8 +15,6 @@ import { RunPicker } from "./RunPicker";
 import { Story } from "./Story";
 import { useEvents } from "./useEvents";
 import { useMetrics } from "./useMetrics";
-
-export type Zoom = [number, number] | null;
 
 /** The story, health and events in words, curves of one or several runs, settings. */
 export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; query: URLSearchParams }) {
@@ -67,6 +66,7 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
           </button>
         )}
       </section>
+      {shown.length > 1 && <CommonPrompts shown={shown} />}
       <ConfigPanel shown={shown} />
     </>
   );

@@ -2,6 +2,9 @@
 
 import type { MetricsOf } from "./useMetrics";
 
+/** First and last step that are shown; null for all. */
+export type Zoom = [number, number] | null;
+
 export interface ChartSpec {
   name: string;
   label: string;
@@ -9,20 +12,20 @@ export interface ChartSpec {
 }
 
 /** Metrics of the first screen, in this order, where the run has them. */
-export const MAIN: Record<string, string> = {
-  "rollout/reward_mean": "reward, mean",
-  "rollout/response_length_mean": "response tokens, mean",
-  "train/entropy": "entropy (nats per token)",
-  "train/kl_mu_pi": "KL(mu, pi_old)",
-  "train/logratio_abs_mean": "mean |log mu - log pi_old|",
-  "logratio/train_infer_p99": "p99 |log pi_old - log mu|",
-  "train/ess": "effective sample size",
-  "train/clip_frac": "clipped tokens",
-  "routing/router_mismatch": "router mismatch, live",
-  "routing/replayed_mismatch": "router mismatch, used",
-  "optim/grad_norm": "gradient norm",
-  "time/step": "seconds per step",
-};
+const MAIN = [
+  "rollout/reward_mean",
+  "rollout/response_length_mean",
+  "train/entropy",
+  "train/kl_mu_pi",
+  "train/logratio_abs_mean",
+  "logratio/train_infer_p99",
+  "train/ess",
+  "train/clip_frac",
+  "routing/router_mismatch",
+  "routing/replayed_mismatch",
+  "optim/grad_norm",
+  "time/step",
+];
 
 /** Charts whose name or label has every word of `search`; without a search the main ones, or all. */
 export function chartsOf(metrics: MetricsOf, search: string, isAll: boolean): ChartSpec[] {
@@ -33,14 +36,17 @@ export function chartsOf(metrics: MetricsOf, search: string, isAll: boolean): Ch
       ),
     );
   const found = names("metrics");
-  const spec = (name: string, source: ChartSpec["source"]): ChartSpec => ({ name, label: MAIN[name] ?? name, source });
+  const labels: Record<string, string> = Object.assign({}, ...Object.values(metrics).map((run) => run.labels));
+  const spec = (name: string, source: ChartSpec["source"]): ChartSpec => ({
+    name,
+    label: labels[name] ?? name,
+    source,
+  });
   const evaluations = [...names("evaluations")].sort().map((name) => spec(name, "evaluations"));
   const scores = evaluations.filter(({ name }) => /(avg|pass|maj)@/.test(name));
-  const main = Object.keys(MAIN)
-    .filter((name) => found.has(name))
-    .map((name) => spec(name, "metrics"));
+  const main = MAIN.filter((name) => found.has(name)).map((name) => spec(name, "metrics"));
   const rest = [...found]
-    .filter((name) => !(name in MAIN))
+    .filter((name) => !MAIN.includes(name))
     .sort()
     .map((name) => spec(name, "metrics"));
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);

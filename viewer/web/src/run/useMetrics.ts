@@ -52,6 +52,7 @@ export function joined(before: Metrics, after: Metrics): Metrics {
     metrics: joinedColumns(before.metrics, after.metrics, length, after.steps.length),
     per_layer: joinedColumns(before.per_layer, after.per_layer, length, after.steps.length),
     evaluations: joinedEvaluations(before.evaluations, after.evaluations),
+    labels: { ...before.labels, ...after.labels },
   };
 }
 

@@ -2,6 +2,7 @@ import { useEffect, useState } from "preact/hooks";
 import { count, percent } from "../format";
 import { setQuery, rolloutLink } from "../route";
 import { Problem } from "../shared/Problem";
+import { PromptLink } from "../shared/PromptLink";
 import { Warnings } from "../shared/Warnings";
 import type { Column, Row, Run, TableQuery } from "../types";
 import { ColumnMenu } from "./ColumnMenu";
@@ -14,7 +15,7 @@ const FILTER = "f."; // prefix of a column's filter in the URL
 const GROUP = `${FILTER}group`;
 
 /** Table of responses or of groups.  Sorting, filters, search and columns are in the URL. */
-export function RolloutsPage({ run, query }: { run: Run; query: URLSearchParams }) {
+export function RolloutsPage({ run, runs, query }: { run: Run; runs: Run[]; query: URLSearchParams }) {
   const isGroups = query.get("by") === "group";
   const [columns, setColumns] = useState<Column[]>([]);
   const filterTexts = Object.fromEntries(
@@ -72,6 +73,7 @@ export function RolloutsPage({ run, query }: { run: Run; query: URLSearchParams 
           </span>
         )}
         {group && <span class="note">of the group {group}</span>}
+        {group && <PromptLink runs={runs} promptKey={rows.row(0)?.prompt_key} />}
         {!!isFiltered && (
           <button type="button" onClick={() => clear(query)}>
             Clear filters
