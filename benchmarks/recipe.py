@@ -4,7 +4,8 @@ the training run printed.
     python -m benchmarks.recipe search    # agent, code; under ten minutes each on two idle cores
 
 The project is made in runs/recipe_NAME, which must not exist.  `megatron-rl` and `python` are those
-of this environment.
+of this environment.  --model: a tiny model of `make-tiny-model --task chat`, which takes minutes;
+the first command then finds that it is up to date.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -35,13 +37,15 @@ def laptop_commands(recipe: str) -> list[str]:
     return block[1].splitlines()
 
 
-def run_recipe(recipe: str, folder: Path) -> dict[str, float]:
+def run_recipe(recipe: str, folder: Path, model: Path | None = None) -> dict[str, float]:
     """Make the project and run its commands; print their seconds and what the last one printed.
 
     Returns the held-out mean reward "before" and "after".  Raises RuntimeError for a command that
     fails, with the end of its output.
     """
     print(new.make_project(folder, recipe, None, None).splitlines()[0])
+    if model:
+        shutil.copytree(model, folder / "tiny")
     places = map(str, (ROOT, ROOT / "tools", ROOT / "viewer"))
     env = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -74,9 +78,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", choices=NAMES)
-    recipe = parser.parse_args().recipe
+    parser.add_argument("--model", type=Path, metavar="DIR")
+    arguments = parser.parse_args()
+    recipe = arguments.recipe
     started = time.monotonic()
-    scores = run_recipe(recipe, ROOT / f"runs/recipe_{recipe}")
+    scores = run_recipe(recipe, ROOT / f"runs/recipe_{recipe}", arguments.model)
     minutes = (time.monotonic() - started) / 60
     print(
         f"{recipe}: held-out reward {scores['before']:.2f} -> {scores['after']:.2f},"

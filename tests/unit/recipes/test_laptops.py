@@ -14,6 +14,7 @@ import pytest
 from benchmarks.recipe import NAMES, laptop_commands
 from megatron_rl.config import load_config
 from megatron_rl.config.rules.sft_rules import DEFAULTS, check_is_sft
+from megatron_rl.data.prompts import prompt_text
 from megatron_rl.recipes import new
 from megatron_rl.reward.code_tests import CodeTests
 from megatron_rl.reward.scored_response import Episode
@@ -27,10 +28,10 @@ WITH_SFT = ("code", "search")
 
 
 @cache
-def chat():
-    """The format and the tokenizer of the tiny model that chats."""
+def tokenizer():
+    """The tokenizer of the tiny model that chats."""
     train, _ = TASKS["chat"].make(0, 200)
-    return Chat("qwen3", make_chat_tokenizer(TASKS["chat"].stages(train)[-1][1]))
+    return make_chat_tokenizer(TASKS["chat"].stages(train)[-1][1])
 
 
 @pytest.fixture
@@ -83,10 +84,11 @@ def test_books_are_in_the_corpus_and_rows_of_sft_are_as_the_run_writes_them(proj
     task, tool, answer = json.loads(call("-c", SEARCHED, book))
     assert answer == f"Library: Book {book} is on shelf {test[0]['label']}."
     limit = load_config("laptop_sft.toml", defaults=DEFAULTS).sft.max_row_tokens
+    chat = Chat("qwen3", tokenizer())
     for row in sft:
-        tokens, learned = chat().demonstration(row["messages"], row["tools"])
+        tokens, learned = chat.demonstration(row["messages"], row["tools"])
         question = [{"role": "system", "content": task}, row["messages"][1]]
-        prompt = chat().render(question, [tool])
+        prompt = chat.render(question, [tool])
         assert tokens[: len(prompt)] == prompt and not any(learned[: len(prompt)])
         assert len(tokens) <= limit <= MAX_LENGTH
     assert sum(len(row["messages"]) == 5 for row in sft) == len(sft) // 2, "half of them search"
@@ -101,6 +103,11 @@ def test_half_of_the_answers_of_sft_pass_the_tests(project):
     prompts = [row["prompt"] for row in train]
     assert not set(prompts) & {row["prompt"] for row in test}
     assert [row["messages"][0]["content"] for row in sft] == prompts
+    cfg, chat = load_config("laptop.toml"), Chat("qwen3", tokenizer())
+    tokens, learned = chat.demonstration(sft[0]["messages"])
+    prompt = prompt_text(sft[0]["messages"][:1], cfg.data, tokenizer())
+    ids = tokenizer().encode(prompt, add_special_tokens=False)
+    assert tokens[: len(ids)] == ids and all(learned[len(ids) : -1]), "as the run asks"
     judge = CodeTests()
     for row, conversation in list(zip(train, sft, strict=True))[:6]:
         answer = conversation["messages"][1]["content"]
