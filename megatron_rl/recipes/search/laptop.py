@@ -3,31 +3,29 @@
     python laptop.py      # needs no network
 
 train.jsonl, test.jsonl and corpus.jsonl are written by prepare.py.  sft.jsonl has conversations
-about other books, from which the model learns the tool by SFT.  In half of them it answers without
-a search, which cannot be right for a book that it does not know: RL must discover that it helps.
+about other books, from which the model learns the tool by SFT, until it copies numbers in part.
 """
 
 import json
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agent import TASK, search
-from prepare import COLUMNS, convert, prepare
+from prepare import COLUMNS, convert, prepare, solution
 
 from megatron_rl.recipes.prepare import Row, Source
 from megatron_rl.rollout.agents.tools import described
 
 OUT = "laptop_data"
-SIZES = {"train": 512, "test": 64, "sft": 768}
+SIZES = {"train": 256, "test": 64, "sft": 576}
 """Books of each set; a book is in one set."""
 
 
 def books(name: str) -> list[Row]:
     """Return the rows of a set, in SQuAD's schema."""
     draw = random.Random(0)
-    numbers = draw.sample(range(1000, 10_000), sum(SIZES.values()))
+    numbers = draw.sample(range(100, 1000), sum(SIZES.values()))
     shelves = [draw.randint(10, 99) for _ in numbers]
     first = sum(SIZES[other] for other in list(SIZES)[: list(SIZES).index(name)])
     pairs = list(zip(numbers, shelves, strict=True))[first : first + SIZES[name]]
@@ -43,27 +41,20 @@ def books(name: str) -> list[Row]:
 
 
 def conversations() -> list[Row]:
-    """Return rows of SFT: every other one calls the tool before it answers."""
+    """Return rows of SFT: a search, the passage that it finds, the answer."""
     rows = []
-    for place, row in enumerate(books("sft")):
-        messages: list[Any] = [
+    for row in books("sft"):
+        number = "".join(filter(str.isdigit, row["question"]))
+        function = {"name": "search", "arguments": json.dumps({"query": number})}
+        call = {"id": "call", "type": "function", "function": function}
+        passage = f"{row['title']}: {row['context']}"
+        messages = [
             {"role": "system", "content": TASK},
             {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call", "content": passage},
+            {"role": "assistant", "content": solution({"label": row["answers"]["text"][0]})},
         ]
-        if place % 2 == 0:
-            number = "".join(filter(str.isdigit, row["question"]))
-            function = {"name": "search", "arguments": json.dumps({"query": number})}
-            call = {"id": "call", "type": "function", "function": function}
-            messages += [
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {
-                    "role": "tool",
-                    "tool_call_id": "call",
-                    "content": f"{row['title']}: {row['context']}",
-                },
-            ]
-        answer = f"<answer>{row['answers']['text'][0]}</answer>"
-        messages.append({"role": "assistant", "content": answer})
         rows.append({"messages": messages, "tools": [described(search)[0]]})
     return rows
 
