@@ -3,12 +3,14 @@
     python laptop.py      # needs no network
 
 train.jsonl, test.jsonl and corpus.jsonl are written by prepare.py.  sft.jsonl has conversations
-about other books, from which the model learns the tool by SFT, until it copies numbers in part.
+about books on other shelves, from which the model learns the tool by SFT, until it copies numbers
+in part.
 """
 
 import json
 import random
 from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 
 from agent import TASK, search
@@ -18,32 +20,34 @@ from megatron_rl.recipes.prepare import Row, Source
 from megatron_rl.rollout.agents.tools import described
 
 OUT = "laptop_data"
-SIZES = {"train": 256, "test": 64, "sft": 576}
-"""Books of each set; a book is in one set."""
+BOOKS = range(10, 100)
+NUM_TEST = 32
+NUM_CONVERSATIONS = 576
 
 
-def books(name: str) -> list[Row]:
-    """Return the rows of a set, in SQuAD's schema."""
-    draw = random.Random(0)
-    numbers = draw.sample(range(100, 1000), sum(SIZES.values()))
-    shelves = [draw.randint(10, 99) for _ in numbers]
-    first = sum(SIZES[other] for other in list(SIZES)[: list(SIZES).index(name)])
-    pairs = list(zip(numbers, shelves, strict=True))[first : first + SIZES[name]]
+def books(draw: random.Random) -> list[Row]:
+    """Draw a shelf for every book, and return the rows in SQuAD's schema, in any order.
+
+    A shelf has a letter, so that a search for a book finds no shelf of this number.
+    """
+    shelves = [(book, f"B{draw.randint(10, 99)}") for book in BOOKS]
+    draw.shuffle(shelves)
     return [
         {
             "title": "Library",
-            "context": f"Book {number} is on shelf {shelf}.",
-            "question": f"On which shelf is book {number}?",
-            "answers": {"text": [str(shelf)]},
+            "context": f"Book {book} is on shelf {shelf}.",
+            "question": f"On which shelf is book {book}?",
+            "answers": {"text": [shelf]},
         }
-        for number, shelf in pairs
+        for book, shelf in shelves
     ]
 
 
 def conversations() -> list[Row]:
     """Return rows of SFT: a search, the passage that it finds, the answer."""
-    rows = []
-    for row in books("sft"):
+    rows, draw = [], random.Random(1)
+    drawn = chain.from_iterable(books(draw) for _ in count())
+    for row in islice(drawn, NUM_CONVERSATIONS):
         number = "".join(filter(str.isdigit, row["question"]))
         function = {"name": "search", "arguments": json.dumps({"query": number})}
         call = {"id": "call", "type": "function", "function": function}
@@ -60,16 +64,16 @@ def conversations() -> list[Row]:
 
 
 def main() -> int:
+    rows = books(random.Random(0))
     sources = {
-        name: Source("library", "", COLUMNS, convert, generate=partial(books, name))
-        for name in ("train", "test")
+        name: Source("library", "", COLUMNS, convert, generate=partial(list, part))
+        for name, part in (("train", rows[NUM_TEST:]), ("test", rows[:NUM_TEST]))
     }
     status = prepare(sources, ["--config", "laptop.toml", "--out", OUT, "--model", "tiny"])
     if status == 0:
-        rows = conversations()
         path = Path(OUT) / "sft.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        print(f"wrote {path}: {len(rows)} conversations")
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in conversations()))
+        print(f"wrote {path}: {NUM_CONVERSATIONS} conversations")
     return status
 
 

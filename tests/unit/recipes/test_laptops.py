@@ -77,8 +77,7 @@ def test_books_are_in_the_corpus_and_rows_of_sft_are_as_the_run_writes_them(proj
     text = call("laptop.py")
     assert "right answers get 1.00 on average, answers of other rows 0.00" in text
     train, test, sft = sets()
-    asked = [row["prompt"] for row in train + test] + [row["messages"][1]["content"] for row in sft]
-    assert len(asked) == len(set(asked)), "a book is in one set"
+    assert len({row["prompt"] for row in train + test}) == len(train) + len(test) == 90
     monkeypatch.setenv("CORPUS", "laptop_data/corpus.jsonl")
     book = "".join(filter(str.isdigit, test[0]["prompt"]))
     task, tool, answer = json.loads(call("-c", SEARCHED, book))
