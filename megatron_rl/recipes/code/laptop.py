@@ -8,6 +8,7 @@ operation: RL must discover that the tests want both.
 """
 
 import json
+import operator
 import random
 from functools import partial
 from itertools import product
@@ -19,40 +20,29 @@ from megatron_rl.recipes.prepare import Row, Source, main
 
 OUT = Path("laptop_data")
 NUM_TEST = 64
-SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DIGITS = range(2, 10)
 ARGUMENTS = (2, 5, 11)
 """What the tests call the functions with."""
 
 
 def problems() -> list[Row]:
-    """Return every problem, in MBPP's schema and in a fixed order."""
+    """Return every problem, in MBPP's schema and in a fixed order; "half" is a wrong answer."""
     forms = list(product(SIGNS, DIGITS, SIGNS, DIGITS))
     random.Random(0).shuffle(forms)
     rows = []
     for first, a, second, b in forms:
-        text = f"x {SIGNS[first]} {a}"
-        whole = f"({text}) {SIGNS[second]} {b}"
-        values = [eval_form(number, first, a, second, b) for number in ARGUMENTS]
+        values = [SIGNS[second](SIGNS[first](number, a), b) for number in ARGUMENTS]
+        pairs = zip(ARGUMENTS, values, strict=True)
         rows.append(
             {
                 "text": f"Write f: x {first} {a}, then {second} {b}.",
-                "code": f"def f(x):\n    return {whole}",
-                "half": f"def f(x):\n    return {text}",
-                "test_list": [
-                    f"assert f({number}) == {value}"
-                    for number, value in zip(ARGUMENTS, values, strict=True)
-                ],
+                "code": f"def f(x):\n    return (x {first} {a}) {second} {b}",
+                "half": f"def f(x):\n    return x {first} {a}",
+                "test_list": [f"assert f({number}) == {value}" for number, value in pairs],
             }
         )
     return rows
-
-
-def eval_form(number: int, first: str, a: int, second: str, b: int) -> int:
-    """Return the value of the right function."""
-    for name, digit in ((first, a), (second, b)):
-        number = {"plus": number + digit, "minus": number - digit, "times": number * digit}[name]
-    return number
 
 
 def conversations() -> list[Row]:
