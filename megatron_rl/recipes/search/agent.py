@@ -1,9 +1,11 @@
-"""The model answers a question and may search in data/corpus.jsonl first, as often as it likes.
+"""The model answers a question and may search in data/corpus.jsonl first, as often as it likes; the
+environment variable CORPUS names another file of this folder.
 
 BM25 by bm25s (pip install bm25s), in the trainer's process: a search takes milliseconds.
 """
 
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Episode, Session
 
-CORPUS = Path(__file__).parent / "data/corpus.jsonl"
+CORPUS = Path(__file__).parent / os.environ.get("CORPUS", "data/corpus.jsonl")
 MAX_TURNS = 5
 SHOWN, LONGEST = 3, 600
 """Passages of an answer, and characters of one."""

@@ -8,6 +8,7 @@ The corpus is every passage that a question of either file was asked about.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from megatron_rl.recipes.prepare import Row, Source, main
@@ -37,13 +38,19 @@ SOURCES = {  # name of the set -> where it is on the Hugging Face hub
     for name, file, n in (("train", "train", 87_599), ("test", "validation", 10_570))
 }
 
-if __name__ == "__main__":
-    status = main(SOURCES, solution)
+
+def prepare(sources: dict[str, Source], argv: list[str]) -> int:
+    """Write the sets and the corpus, and return the exit status."""
+    status = main(sources, solution, argv)
     if status == 0:
         parser = argparse.ArgumentParser(add_help=False)
         parser.add_argument("--out", type=Path, default=Path("data"))
-        corpus = parser.parse_known_args()[0].out / "corpus.jsonl"
+        corpus = parser.parse_known_args(argv)[0].out / "corpus.jsonl"
         rows = ({"title": title, "text": text} for text, title in PASSAGES.items())
         corpus.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"wrote {corpus}: {len(PASSAGES):,} passages")
-    raise SystemExit(status)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(prepare(SOURCES, sys.argv[1:]))

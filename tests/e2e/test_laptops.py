@@ -1,0 +1,13 @@
+"""Recipes on a laptop, by the commands of their READMEs: a tiny model learns the task."""
+
+import pytest
+
+from benchmarks.recipe import NAMES, run_recipe
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_learns(recipe, tmp_path):
+    scores = run_recipe(recipe, tmp_path / "project")
+    assert scores["before"] < 0.6 and scores["after"] > scores["before"] + 0.2, scores
