@@ -210,10 +210,11 @@ def add_divergence(
     top, student = micro_batch.top, token_logprobs.top
     assert top is not None and student is not None, "a divergence without the teacher's tokens"
     is_taught = loss.mask & ~top.sets.is_empty
-    sums.add("teacher/divergence", masked(divergence.detach(), is_taught).sum(), is_taught.sum())
-    for name, logprobs in (("student", student.detach()), ("teacher", top.logprobs)):
-        mass = torch.zeros_like(divergence).index_add_(0, top.sets.rows, logprobs.exp())
-        sums.add(f"teacher/top_mass_{name}", masked(mass, is_taught).sum(), is_taught.sum())
+    count, rows = is_taught.sum(), top.sets.rows
+    in_loss = is_taught[rows].to(divergence.dtype)
+    sums.add("teacher/divergence", masked(divergence.detach(), is_taught).sum(), count)
+    sums.add("teacher/top_mass_student", (in_loss * student.detach().exp()).sum(), count)
+    sums.add("teacher/top_mass_teacher", (in_loss * top.logprobs.exp()).sum(), count)
 
 
 def add_log_ratio(

@@ -80,20 +80,37 @@ def loss_of(sequences: list[Scored], *, at: str = "token") -> Tensor:
         if at in ("token", "gradient"):
             student = {"token": s.old, "gradient": s.logprobs}[at]
             advantage = s.advantage + s.beta * (s.teacher - student)
-        p_s, p_t = s.student_top.exp(), s.top.exp()
-        divergence = {
-            "reverse": p_s * (s.student_top - s.top) - p_s + p_t,
-            "forward": p_t * (s.top - s.student_top) - p_t + p_s,
-            "truncated": p_s * (s.student_top - s.top),
-        }.get(at)
-        if divergence is not None:
-            total = total - s.beta * divergence.sum()
+        elif at != "none":
+            total = total - s.beta * divergence_of(s, at).sum()
         advantage = torch.as_tensor(advantage, dtype=torch.float64)
         ratio = (s.logprobs.detach() - s.old).exp()
         dropped = torch.where(advantage > 0, ratio > 1.27, ratio < 0.8)
         weight = (s.logprobs.detach() - s.mu).exp().clamp(max=5.0)
         total = total + (torch.where(dropped, 0.0, weight) * advantage * s.logprobs).sum()
     return -total / len({s.episode for s in sequences})
+
+
+def divergence_of(s: Scored, form: str) -> Tensor:
+    """[n, K]"""
+    p_s, p_t = s.student_top.exp(), s.top.exp()
+    return {
+        "reverse": p_s * (s.student_top - s.top) - p_s + p_t,
+        "forward": p_t * (s.top - s.student_top) - p_t + p_s,
+        "truncated": p_s * (s.student_top - s.top),
+    }[form]
+
+
+def metrics_of(sequences: list[Scored], form: str) -> dict[str, float]:
+    """Means over the tokens that are taught; {} for the token form."""
+    taught = [s for s in sequences if s.beta]
+    if form == "token":
+        return {}
+    columns = {
+        "teacher/divergence": [divergence_of(s, form) for s in taught],
+        "teacher/top_mass_student": [s.student_top.exp() for s in taught],
+        "teacher/top_mass_teacher": [s.top.exp() for s in taught],
+    }
+    return {name: float(torch.cat(c).sum(1).mean().detach()) for name, c in columns.items()}
 
 
 def logprobs_of(model: torch.nn.Module, rollout: Rollout) -> Tensor:
@@ -140,8 +157,8 @@ def scores_of(teacher: torch.nn.Module, rollout: Rollout) -> TeacherScores:
     return TeacherScores(logprobs, TeacherTop.of(ids.numpy(), values.float().numpy()))
 
 
-Expected = dict[str, tuple[dict[str, Tensor], float]]
-"""Form -> gradient of the second update, value of its loss."""
+Expected = dict[str, tuple[dict[str, Tensor], dict[str, float]]]
+"""Form -> gradient of the second update; its loss and the teacher's metrics."""
 
 
 def expected_of(root: Path, samples: list[Sample]) -> tuple[Expected, list[float]]:
@@ -178,15 +195,18 @@ def expected_of(root: Path, samples: list[Sample]) -> tuple[Expected, list[float
         loss.backward()
         return saved(model, gradients=True), float(loss.detach())
 
-    right = {form: gradient(form) for form in FORMS}
+    right: Expected = {}
+    for form in FORMS:
+        tensors, value = gradient(form)
+        right[form] = tensors, {"train/loss": value, **metrics_of(scored(), form)}
     pairs = [("none", "token"), ("gradient", "token"), ("none", "reverse"), ("none", "forward")]
     pairs += [("truncated", "reverse"), ("forward", "reverse")]
     mistakes = [max(errors(gradient(at)[0], right[form][0]).values()) for at, form in pairs]
     return right, mistakes
 
 
-def run_layouts(root: Path, samples: list[Sample]) -> dict[str, float]:
-    """On a rank: layout and form -> value of the loss in the second update; gradients go to files.
+def run_layouts(root: Path, samples: list[Sample]) -> dict[str, dict[str, float]]:
+    """On a rank: layout and form -> metrics of the second update; gradients go to files.
 
     The first update is that of the token form.
     """
@@ -223,7 +243,7 @@ def run_layouts(root: Path, samples: list[Sample]) -> dict[str, float]:
             sums = MetricSums()
             engine.compute_gradient(batch, old, sums, replay="R3")
             save_gradients(engine, root / f"{layout}-{form}.gradient")
-            values[f"{layout}-{form}"] = sums.reduce(dist.group.WORLD, place.device)["train/loss"]
+            values[f"{layout}-{form}"] = sums.reduce(dist.group.WORLD, place.device)
         place.destroy()
     dist.destroy_process_group()
     return values
@@ -239,14 +259,16 @@ def test_value_and_gradient_are_those_of_the_formula(tmp_path: Path) -> None:
     losses = run_ranks(run_layouts, 2, tmp_path, samples, timeout=500)
     failures = []
     for case in losses[0]:
-        gradient, value = expected[case.rsplit("-", 1)[1]]
+        gradient, values = expected[case.rsplit("-", 1)[1]]
         off = errors(load_file(tmp_path / f"{case}.gradient"), gradient)
         worst = max(off, key=lambda name: off[name])
-        value_off = abs(losses[0][case] / value - 1)
-        print(f"{case}: gradient off by {off[worst]:.2g} ({worst}), value by {value_off:.2g}")
+        found = losses[0][case]
+        value_off = max(abs(found[name] / value - 1) for name, value in values.items())
+        print(f"{case}: gradient off by {off[worst]:.2g} ({worst}), values by {value_off:.2g}")
         if off[worst] > GRADIENT_LIMIT:
             failures.append(f"{case}: {worst} is off by {off[worst]:.2g}")
         if value_off > VALUE_LIMIT:
-            failures.append(f"{case}: loss {losses[0][case]} instead of {value}")
+            failures.append(f"{case}: {found} instead of {values}")
+        assert ("teacher/divergence" in found) == (len(values) > 1), case
     assert len(losses[0]) == len(LAYOUTS) * len(FORMS)
     assert not failures, "\n".join(failures)
