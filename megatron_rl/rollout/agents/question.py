@@ -1,7 +1,7 @@
 """A request of the endpoint without its protocol: what is asked of the model, and what went wrong.
 
-A protocol (completions.py, messages.py) reads its requests into a DoorRequest, and writes turns and
-ApiErrors in its own form.
+A protocol (completions.py, responses.py, messages.py) reads its requests into a DoorRequest, and
+writes turns and ApiErrors in its own form.
 """
 
 from __future__ import annotations
