@@ -77,6 +77,7 @@ def measure(folder: Path, rollouts: int, characters: int) -> None:
         "search, all of them": f"{table}?q=carry",
         "search, one": f"{table}?q={rollouts // 2 % 512}%20carry&filter={few}",
         "groups": "/api/runs/0/groups?sort=reward_mean",
+        "prompts of a run": "/api/prompts?run=0",
         "metrics": "/api/runs/0/metrics",
     }
     for name, path in requests.items():

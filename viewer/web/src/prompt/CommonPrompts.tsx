@@ -12,11 +12,8 @@ const PAGE = 20;
 export function CommonPrompts({ shown }: { shown: Run[] }) {
   const [offset, setOffset] = useState(0);
   const runs = shown.map(({ id }) => `run=${id}`).join("&");
-  const isLive = shown.some(({ live }) => live);
-  const { data, error } = useData<Prompts>(
-    isExport() ? null : `prompts?${runs}&offset=${offset}&limit=${PAGE}`,
-    isLive,
-  );
+  // read once: the server looks at every group of the runs
+  const { data, error } = useData<Prompts>(isExport() ? null : `prompts?${runs}&offset=${offset}&limit=${PAGE}`);
   if (isExport()) return null;
   return (
     <section aria-labelledby="prompts">
