@@ -1,6 +1,6 @@
 """Recipes on a laptop: settings that can be read, the rows that laptop.py writes, their rewards.
 
-tests/e2e/test_laptops.py trains with them.
+tests/e2e/test_laptop_training.py trains with them.
 """
 
 import json
