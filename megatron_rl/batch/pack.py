@@ -94,19 +94,7 @@ def pack(
     )
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
-    columns = {
-        "tokens": np.zeros(num_rows, np.int64),
-        "labels": np.zeros(num_rows, np.int64),
-        "positions": np.zeros(num_rows, np.int64),
-        "loss_mask": np.zeros(num_rows, bool),
-        "rollout_logprobs": np.zeros(num_rows, np.float32),
-        "advantages": np.zeros(num_rows, np.float32),
-        "sequence_ids": np.full(num_rows, -1, np.int64),
-        "response_ids": np.full(num_rows, -1, np.int64),
-        "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
-        "row_state": np.full(num_rows, RowState.PAD, np.uint8),
-        "policy_versions": np.full(num_rows, -1, np.int64),
-    } | teacher_columns(samples, num_rows)
+    columns = make_columns(samples, num_rows)
     for index, (sample, start, length) in enumerate(
         zip(samples, boundaries, lengths, strict=False)
     ):
@@ -130,6 +118,23 @@ def pack(
         kept=None,
         top=None,
     )
+
+
+def make_columns(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
+    """Return the columns of rows that are all pads, [T] each."""
+    return {
+        "tokens": np.zeros(num_rows, np.int64),
+        "labels": np.zeros(num_rows, np.int64),
+        "positions": np.zeros(num_rows, np.int64),
+        "loss_mask": np.zeros(num_rows, bool),
+        "rollout_logprobs": np.zeros(num_rows, np.float32),
+        "advantages": np.zeros(num_rows, np.float32),
+        "sequence_ids": np.full(num_rows, -1, np.int64),
+        "response_ids": np.full(num_rows, -1, np.int64),
+        "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
+        "row_state": np.full(num_rows, RowState.PAD, np.uint8),
+        "policy_versions": np.full(num_rows, -1, np.int64),
+    } | teacher_columns(samples, num_rows)
 
 
 def teacher_columns(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:

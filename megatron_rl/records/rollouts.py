@@ -327,14 +327,8 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
             digest.update(np.ascontiguousarray(values, dtype).data)
         if sequence.teacher_logprobs is not None:
             digest.update(np.ascontiguousarray(sequence.teacher_logprobs, "<f4").data)
-        if (top := sequence.teacher_top) is not None:
-            # the sizes tell where codes and log-probs end
-            for part, kind in (
-                (top.sets.sizes, "<u2"),
-                (top.sets.codes, "u1"),
-                (top.logprobs, "<f4"),
-            ):
-                digest.update(np.ascontiguousarray(part, kind).data)
+        if sequence.teacher_top is not None:
+            digest.update(sequence.teacher_top.tobytes())
     return digest.digest()
 
 

@@ -39,6 +39,11 @@ class TeacherTop:
         sets = SamplingMask.of(np.full(len(ids), ids.shape[1]), ids.ravel())
         return cls(sets, np.take_along_axis(logprobs, order, axis=1).astype(np.float32).ravel())
 
+    def tobytes(self) -> bytes:
+        """Return its bytes, for a digest: the sizes tell where codes and log-probs end."""
+        parts = ((self.sets.sizes, "<u2"), (self.sets.codes, "u1"), (self.logprobs, "<f4"))
+        return b"".join(np.ascontiguousarray(part, kind).tobytes() for part, kind in parts)
+
     def check(self, num_sampled: int) -> TeacherTop:
         """Return it; raise ValueError unless it has finite log-probs for `num_sampled` tokens."""
         if len(self.sets) != num_sampled or len(self.logprobs) != int(self.sets.sizes.sum()):
