@@ -41,8 +41,12 @@ def progress(run: Run) -> str:
 
 
 def reward(steps: Sequence[int], values: Sequence[float]) -> str:
-    """Compare the means of the first and the last fifth of the steps: single steps are noise."""
-    known = [(step, value) for step, value in zip(steps, values, strict=True) if is_number(value)]
+    """Compare the means of the first and the last fifth of the steps: single steps are noise.
+
+    values: of `steps`, or none: SFT has no rewards.
+    """
+    pairs = zip(steps, values, strict=True) if values else ()
+    known = [(step, value) for step, value in pairs if is_number(value)]
     if not known:
         return "No step has a reward yet."
     part = max(1, len(known) // 5)

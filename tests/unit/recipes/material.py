@@ -79,6 +79,9 @@ DATA = {
         "train": dapo(SUMS), "aime24": problems(HELD), "aime25": problems(HELD[1:]),
         "math500": problems(HELD[:1]), "hmmt25": problems([("What is 1/2 + 1/4?", r"\frac34")]),
     },
+    "distil": {
+        "train": dapo(SUMS), "aime25": problems(HELD[1:]), "math500": problems(HELD[:1]),
+    },
     "search": {"train": squad(SUMS), "test": squad(HELD)},
 }  # fmt: skip
 """Recipe -> set -> rows in the schema of its repository."""

@@ -21,7 +21,13 @@ from megatron_rl.recipes.prepare import main
 from tests.unit.recipes.material import DATA, HELD, SUMS, gsm8k, problems, read, verl, write
 from tests.words import qwen_tokenizer
 
-SUFFIXES = {"agent": ".jsonl", "gsm8k": ".jsonl", "math": ".parquet", "search": ".parquet"}
+SUFFIXES = {
+    "agent": ".jsonl",
+    "distil": ".parquet",
+    "gsm8k": ".jsonl",
+    "math": ".parquet",
+    "search": ".parquet",
+}
 
 
 def script(recipe) -> ModuleType:

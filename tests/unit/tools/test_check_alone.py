@@ -21,6 +21,7 @@ from megatron_rl.models.known import KNOWN
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.teacher_scores import TeacherTop
 from megatron_rl.rollout.saved import recorded_rollouts, rollout_tensors
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.check_rollouts import model_sizes
@@ -223,6 +224,7 @@ def test_a_line_has_the_fields_that_the_trainer_writes():
         environment=((4, 5),),
         sampling_mask=complete.sampling_mask.part(0, 5),
         teacher_logprobs=complete.rollout_logprobs,
+        teacher_top=TeacherTop(complete.sampling_mask, complete.rollout_logprobs),
     )
     assert set(KINDS) == set(to_arrays(complete))
 

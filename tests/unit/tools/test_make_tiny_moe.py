@@ -114,7 +114,7 @@ def test_a_directory_of_another_program_is_not_overwritten(tmp_path):
 def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
     with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
         make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
-    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools, ledger, chat"):
+    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, flips, both, tool"):
         make_tiny_moe(tmp_path / "x", task="chess")
     with pytest.raises(RuntimeError, match="sums not learnt"):
         make_tiny_moe(tmp_path / "x", max_steps=2)

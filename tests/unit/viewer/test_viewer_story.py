@@ -27,6 +27,10 @@ def test_reward_in_a_sentence(values, sentence):
     assert reward(range(1, len(values) + 1), values) == sentence
 
 
+def test_a_run_without_rewards_has_a_sentence():
+    assert reward([1, 2, 3], []) == "No step has a reward yet."
+
+
 def test_held_out_sets_in_a_sentence():
     table = {
         "steps": [0, 30, 60],
