@@ -125,13 +125,14 @@ class Engine:
         elif cfg.loss.kl_coef:
             # a copy of the weights as loaded: take it before anything changes them
             self._with_reference = Reference(self.chunks, self.parallel.device).in_place
-        self._token_logprobs = self._output_logprobs()
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
         kept = self.optimizer.cosine.last
         self.offload = Offload(self.models, self.optimizer.core, self.parallel.device, kept)
 
-    def _output_logprobs(self) -> OutputLogprobs:
+    @property
+    def _token_logprobs(self) -> OutputLogprobs:
+        """The function that computes log-probs, with the temperature that `cfg` has now."""
         vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
         group, fused = self.parallel.tp_group, None
         if self.cfg.model.fused_lm_head:
