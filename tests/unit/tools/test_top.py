@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_rl.launch.status import SCHEMA, RankStatus, Status
 from megatron_rl_tools.top import top
-from megatron_rl_tools.top.render import render
+from megatron_rl_tools.top.render import name_of, render
 from megatron_rl_tools.top.server_loads import Load, ask_load
 
 NOW = time.time()
@@ -158,3 +158,8 @@ def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, ca
     assert received == [None, "Bearer secret"]
     assert top.main([str(tmp_path), "--api-key-env", "NO_TOKEN"]) == 2
     assert "--api-key-env NO_TOKEN: is unset or empty" in capsys.readouterr().err
+
+
+def test_a_server_says_which_weights_it_has_or_gets():
+    assert name_of("4@run-1") == "v4"
+    assert name_of("updating to 5@run-1") == "to v5"

@@ -140,7 +140,7 @@ def server_table(loads: Sequence[Load]) -> Table:
     for load in loads:
         table.add_row(
             load.url,
-            "v" + load.version.partition("@")[0],  # without the run
+            name_of(load.version),
             f"{load.tokens_per_second or 0:,.0f}",
             str(load.running),
             str(load.waiting),
@@ -148,3 +148,10 @@ def server_table(loads: Sequence[Load]) -> Table:
             f"{load.memory or 0:.1f} GB",
         )
     return table
+
+
+def name_of(version: str) -> str:
+    """Return a server's version without the run's name: "v4", and "to v5" during a sync."""
+    name = version.partition("@")[0]
+    number = name.removeprefix("updating to ")
+    return f"v{number}" if number == name else f"to v{number}"
