@@ -168,8 +168,8 @@ class LossConfig(Section):
 
     # terms of teachers ([teachers.NAME])
     teacher_form: Literal["token", "reverse", "forward"] = "token"
-    """What a teacher adds: token = log pi_T - log pi_old of the sampled token to its advantage;
-    reverse, forward = KL to the teacher over its teacher_top_k most probable tokens, to the
+    """The term of a teacher: token = log pi_T - log pi_old of the sampled token, in its advantage;
+    reverse, forward = KL to the teacher over its teacher_top_k most probable tokens, in the
     loss."""
     teacher_top_k: Count = 0
     """Tokens that a teacher names in every place, with teacher_form = reverse or forward; the size
