@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.teacher_scores [--tokens 2048] [--sequences 8]
 
 A real SGLang server on the CPU with a random model of 4 layers and a vocabulary of 4,096.  Every
-sequence is scored once to fill the prefix cache, then once for each K, in turns.
+sequence is scored once to fill the prefix cache, then once for each K, one after the other.
 
     answer     bytes of the HTTP answer for a scored token
     kept       bytes of the numbers in a rollout, in checkpoints and files, for a token
