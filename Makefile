@@ -14,7 +14,7 @@ RUN := $(VENV)/bin/python -m
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all install browser demo demo-tools demo-agent demo-distil gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers test-recipes faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
+.PHONY: help help-all install browser demo demo-tools demo-agent demo-distil gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers test-recipes test-clients faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
 define HELP
 make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12] [INSTALLER=pip]
@@ -47,6 +47,7 @@ make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 
 make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
 make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
 make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
+make test-clients  the endpoint with programs of openai-agents, in an environment of its own (minutes)
 make test-recipes  the recipe reasoning-gym with its package, in an environment of its own (minutes; needs a C compiler)
 make rehearse   the recipes on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
 make rehearse-whole  the same with all layers (an hour)
@@ -138,6 +139,9 @@ test-bridge:
 test-trackers: install
 	@VENV="$(VENV)" bash tools/test_packages.sh trackers tests/unit/metrics/test_tracker_packages.py $(PYTEST_ARGS)
 
+test-clients: install
+	@VENV="$(VENV)" bash tools/test_packages.sh clients tests/unit/rollout/test_responses_door.py $(PYTEST_ARGS)
+
 test-recipes: install
 	@VENV="$(VENV)" bash tools/test_packages.sh recipes tests/unit/recipes/test_reasoning_gym.py $(PYTEST_ARGS)
 
@@ -201,5 +205,5 @@ doctor: install
 	$(RUN) megatron_rl.cli doctor $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .venv-bridge .venv-trackers .venv-recipes .cache build viewer/web/node_modules *.egg-info */*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-3.* .venv-bridge .venv-trackers .venv-recipes .venv-clients .cache build viewer/web/node_modules *.egg-info */*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

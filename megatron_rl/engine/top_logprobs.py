@@ -33,7 +33,7 @@ def gather_top(
     """Write the logits of the ids of rows `first` to first + n into `out`; 0 for ids of other
     ranks.
     """
-    if not shard.columns:  # nothing but padding: `out` stays 0
+    if not shard.columns:  # the shard is padding only: `out` stays 0
         return
     for rows in top.blocks(first, first + len(logits)):
         entries = find_entries(top, rows, shard)

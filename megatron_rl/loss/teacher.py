@@ -56,8 +56,8 @@ def teacher_divergence(
     # before anything is computed: NaN * 0 is NaN, and would reach the gradient
     student = torch.where(torch.isfinite(student), student, teacher)
     p, q = (student, teacher) if form == "reverse" else (teacher, student)
-    each = p.exp() * (p - q) - p.exp() + q.exp()
-    return each.new_zeros(num_rows).index_add(0, top.sets.rows, each)
+    terms = p.exp() * (p - q) - p.exp() + q.exp()
+    return terms.new_zeros(num_rows).index_add(0, top.sets.rows, terms)
 
 
 def with_divergence(

@@ -30,9 +30,9 @@ class AdamBytes:
 
 def adam_bytes(cfg: Config) -> AdamBytes:
     """Return the bytes of one parameter under [optim] and the fields of [megatron]."""
-    found = bytes_of_state(cfg)
+    state = bytes_of_state(cfg)
     # the gradient of the update before
-    return replace(found, device=found.device + 4 * cfg.optim.measure_cosine)
+    return replace(state, device=state.device + 4 * cfg.optim.measure_cosine)
 
 
 def bytes_of_state(cfg: Config) -> AdamBytes:

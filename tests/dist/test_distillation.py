@@ -149,7 +149,9 @@ def teachers_samples(root: Path) -> list[Sample]:
 
 
 def scores_of(teacher: torch.nn.Module, rollout: Rollout) -> TeacherScores:
-    """What a server returns: float32 log-probs of the sampled tokens, and of the most probable."""
+    """Return the float32 log-probs of the sampled tokens and of the most probable ones, as a server
+    does.
+    """
     everything, _ = response_distributions(teacher, rollout, 1.0, None)
     tokens = torch.from_numpy(rollout.tokens[rollout.prompt_length :])
     values, ids = everything.topk(TOP_K)

@@ -23,7 +23,7 @@ NUM_TEST = 64
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DIGITS = range(2, 10)
 ARGUMENTS = (2, 5, 11)
-"""What the tests call the functions with."""
+"""Arguments of the calls in the tests."""
 
 
 def problems() -> list[Row]:

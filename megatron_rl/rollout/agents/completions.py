@@ -84,7 +84,7 @@ class CompletionRequest(RequestFields):
     temperature: float | None = None
     """Only the run's (`rollout.temperature`)."""
     logprobs: bool = False
-    """Those of the sampled tokens, without alternatives."""
+    """Log-probs of the sampled tokens are returned, without alternatives."""
     stream: bool = False
     """The turn in two chunks, after it was sampled."""
     stream_options: StreamOptions = StreamOptions()
@@ -92,7 +92,7 @@ class CompletionRequest(RequestFields):
     continue_final_message: bool = False
     """The last message is the assistant's, and the answer continues it."""
     add_generation_prompt: bool | None = None
-    """As for other servers: false where the last message is continued, else true."""
+    """Must be false where the last message is continued, else true, as SGLang requires."""
     chat_template_kwargs: Json = Field(default_factory=dict)
     """Settings that the format of `agent.renderer` has, such as `enable_thinking`."""
 

@@ -111,7 +111,7 @@ async def begins_twice(session, prompt):
         assert [choice.message.content for choice in answers.choices] == [" 6.0"] * 2
         sampled = [len(choice.logprobs.content) for choice in answers.choices]
         assert sampled == [len(TOKENIZER.encode(" 6.0<|im_end|>"))] * 2
-        # nothing but the end is sampled
+        # only the end is sampled
         message = [USER, assistant("Yes")]
         empty = await client.chat.completions.create(
             model="m", messages=message, extra_body=CONTINUED

@@ -331,7 +331,8 @@ async def runs_an_agent_of_openai(session, prompt):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("agents") is None, reason="openai-agents is not installed"
+    importlib.util.find_spec("agents") is None,
+    reason="openai-agents is not installed: make test-clients",
 )
 def test_openais_agents_are_one_sequence():
     with FakeServer("ok", source=chat_sample) as server:

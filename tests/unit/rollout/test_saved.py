@@ -202,6 +202,14 @@ def without(kind):
     }
 
 
+def all_taught(tensors):
+    """With a teacher's log-prob of every sampled token."""
+    sampled = {name: value for name, value in tensors.items() if name.endswith(":logprobs")}
+    return tensors | {
+        name.replace(":logprobs", ":teacher_logprobs"): value for name, value in sampled.items()
+    }
+
+
 REFUSED = {  # what differs: (sections of the configuration, model, change of the files, message)
     "own directory": ({"run": {"name": "live"}}, SPEC, None,
     r"this run's own directory.*--run\.name"),
@@ -224,6 +232,14 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     ),
     "no teacher": ({"teachers": {"math": {"urls": ["http://a"]}}}, SPEC, None,
     r"q0/0 has no log-probs of a teacher, and teachers\.math scores its source"),
+    "no most probable tokens of the teacher": (
+        {
+            "teachers": {"math": {"urls": ["http://a"]}},
+            "loss": {"teacher_form": "forward", "teacher_top_k": 4},
+        },
+        SPEC, lambda f: edit_tensors(f, all_taught),
+        r"q0/0 has no most probable tokens of its teacher, and loss\.teacher_top_k = 4",
+    ),
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")),
     r"no expert ids: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(),
