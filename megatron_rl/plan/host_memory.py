@@ -14,9 +14,14 @@ from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import GIB, Hardware
 
+FLOAT, SIZE = 4, 2
+"""Bytes of a log-prob of a teacher, and of the number of its ids."""
+MOST_CODE = 3
+"""Most bytes of one of its ids, below 2^21 (records/sampling_mask.py)."""
 REMEDIES = {
     "reference": "set loss.kl_coef = 0, or use more parallel.tp, pp or ep",
     "routes": "lower run.prompts_per_step or run.group_size, or use more data-parallel ranks",
+    "teacher": "lower loss.teacher_top_k, or use more data-parallel ranks",
     "checkpoint": "set optim.distributed = true, or use more ranks",
     "adam": "set megatron.optimizer_cpu_offload = false, or use more ranks",
     "offload": "set rollout.release_memory = false, or use more ranks",
@@ -32,6 +37,8 @@ class HostBytes:
     """The weights of loss.kl_coef, and room for the rank's own while those are in their place."""
     routes: int
     """Expert ids of a step's rollouts, at the longest responses: its share of the node's copies."""
+    teacher: int
+    """Log-probs and ids of loss.teacher_form of a step's rollouts: its share, as of the routes."""
     checkpoint: int
     """Bytes that the rank writes to a checkpoint."""
     adam: int
@@ -52,11 +59,13 @@ class HostBytes:
 
 def host_bytes(spec: ModelSpec, cfg: Config, world: int, ranks_of_node: int) -> HostBytes:
     """Return the host memory of the rank that needs most, on a node of so many ranks."""
-    tokens = cfg.run.prompts_per_step * cfg.run.group_size
-    tokens *= cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    responses = cfg.run.prompts_per_step * cfg.run.group_size
+    sampled = responses * cfg.rollout.max_response_tokens
+    tokens = responses * cfg.data.max_prompt_tokens + sampled
     copies = memory.route_copies(cfg.parallel, world, ranks_of_node)
-    one_copy = memory.host_route_bytes(spec, cfg, tokens // dp_size(cfg.parallel, world))
-    routes = one_copy * copies // ranks_of_node
+    replicas = dp_size(cfg.parallel, world)
+    routes = memory.host_route_bytes(spec, cfg, tokens // replicas) * copies // ranks_of_node
+    teacher = teacher_token_bytes(cfg) * (sampled // replicas) * copies // ranks_of_node
     ranks = []
     for pp_rank in range(cfg.parallel.pp):
         rank = memory.rank_memory(spec, cfg, world, pp_rank)
@@ -65,12 +74,23 @@ def host_bytes(spec: ModelSpec, cfg: Config, world: int, ranks_of_node: int) -> 
                 # with adapters, the base is the reference
                 reference=2 * rank.weights if cfg.loss.kl_coef and not cfg.lora.rank else 0,
                 routes=routes,
+                teacher=teacher,
                 checkpoint=memory.checkpoint_bytes_of_rank(spec, cfg, world, pp_rank),
                 adam=memory.host_optimizer_bytes(spec, cfg, world, pp_rank),
                 offload=rank.weights + rank.optimizer if cfg.rollout.release_memory else 0,
             )
         )
     return max(ranks, key=lambda rank: rank.total)
+
+
+def teacher_token_bytes(cfg: Config) -> int:
+    """Return the most bytes of a teacher's numbers for a sampled token: its log-prob, and a size and
+    loss.teacher_top_k ids with their log-probs (records/teacher_scores.py).
+    """
+    if not cfg.teachers.with_servers:
+        return 0
+    top_k = 0 if cfg.loss.teacher_form == "token" else cfg.loss.teacher_top_k
+    return FLOAT + (SIZE + top_k * (MOST_CODE + FLOAT) if top_k else 0)
 
 
 def node_text(rank: HostBytes, ranks: int) -> str:

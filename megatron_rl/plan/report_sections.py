@@ -21,7 +21,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.grid import weight_sources
 from megatron_rl.plan.hardware import GIB, Assumptions
-from megatron_rl.plan.host_memory import host_bytes, node_text
+from megatron_rl.plan.host_memory import host_bytes, node_text, teacher_token_bytes
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.phases import Phase, broadcast_bytes
@@ -194,9 +194,14 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
     a weight sync takes on their GPUs.
     """
     yield from started_lines(cfg)
+    sampled = cfg.run.prompts_per_step * cfg.run.group_size * cfg.rollout.max_response_tokens
     for name, teacher in cfg.teachers.with_servers.items():
         sources = ", ".join(teacher.sources) or "all of data.train"
-        yield f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}"
+        size = teacher_token_bytes(cfg)
+        yield (
+            f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}; scores at most"
+            f" {sampled:,} sampled tokens a step, {size} bytes each"
+        )
     if cfg.run.device != "cpu" and cfg.rollout.weight_sync == "distributed":
         yield (
             f"a weight sync takes {gib(broadcast_bytes(spec, cfg, assumed))} on each of their GPUs"

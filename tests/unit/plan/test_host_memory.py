@@ -46,10 +46,25 @@ def test_the_kl_reference_takes_host_memory_and_none_of_the_gpu():
     assert f"8 ranks x (reference {2 * on_gpu.weights / 2**30:.2f} + routes" in report(with_kl, 8)
 
 
+def test_a_teacher_of_top_k_tokens_takes_host_memory():
+    teacher = {"teachers": {"big": {"urls": ["http://b:1"]}}, "advantage": {"weight": 0.0}}
+    none = host_bytes(SPEC, config(), 8, 8)
+    sampled = config().run.prompts_per_step * config().run.group_size * 32_768
+    token = config(**teacher)
+    # one float32 for every sampled token; all ranks are one replica
+    assert host_bytes(SPEC, token, 8, 8) == replace(none, teacher=sampled * 4 // 8)
+    top = config("--loss.teacher_form", "forward", "--loss.teacher_top_k", "16", **teacher)
+    # a size of 2 bytes, and 16 ids of at most 3 bytes with a float32 each
+    assert host_bytes(SPEC, top, 8, 8) == replace(none, teacher=sampled * (4 + 2 + 16 * 7) // 8)
+    text = report(top, 8)
+    assert f"scores at most {sampled:,} sampled tokens a step, 118 bytes each" in text
+    assert f" + teacher {sampled * 118 // 8 / GIB:.2f} + " in text
+
+
 def test_the_host_has_routes_a_save_and_what_is_offloaded():
     cfg = config("--replay.mode", "none", "--replay.measure", "false")
     share = memory.checkpoint_bytes_of_rank(SPEC, cfg, 8, 0)
-    assert host_bytes(SPEC, cfg, 8, 8) == HostBytes(0, 0, share, 0, 0)
+    assert host_bytes(SPEC, cfg, 8, 8) == HostBytes(0, 0, 0, share, 0, 0)
     tokens = config().run.prompts_per_step * config().run.group_size * (2048 + 32_768)
     # 1 byte for each of 8 experts in 48 layers; all ranks are one replica
     assert host_bytes(SPEC, config(), 8, 8).routes == tokens * 48 * 8 // 8
