@@ -84,8 +84,10 @@ def host_bytes(spec: ModelSpec, cfg: Config, world: int, ranks_of_node: int) -> 
 
 
 def teacher_token_bytes(cfg: Config) -> int:
-    """Return the most bytes of a teacher's numbers for a sampled token: its log-prob, and a size and
-    loss.teacher_top_k ids with their log-probs (records/teacher_scores.py).
+    """Return the most bytes of a teacher's numbers for a sampled token.
+
+    They are its log-prob, and a size and loss.teacher_top_k ids with their log-probs
+    (records/teacher_scores.py).
     """
     if not cfg.teachers.with_servers:
         return 0

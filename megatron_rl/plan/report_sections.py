@@ -199,8 +199,8 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
         sources = ", ".join(teacher.sources) or "all of data.train"
         size = teacher_token_bytes(cfg)
         yield (
-            f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}; scores at most"
-            f" {sampled:,} sampled tokens a step, {size} bytes each"
+            f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}; scores at"
+            f" most {sampled:,} sampled tokens a step, {size} bytes each"
         )
     if cfg.run.device != "cpu" and cfg.rollout.weight_sync == "distributed":
         yield (
