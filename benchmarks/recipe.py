@@ -27,6 +27,7 @@ LAPTOP = re.compile(r"^## On a laptop\n.*?^```\n(.*?)^```", re.MULTILINE | re.DO
 NAMES = ("agent", "code", "search")
 KEPT = re.compile(r"step \d|eval|parity|reward|entropy|router_mismatch|steps in|WARNING|episode")
 """Lines of a training run that are printed."""
+SCORE = re.compile(r"eval/test/avg@\d+")
 
 
 def laptop_commands(recipe: str) -> list[str]:
@@ -64,13 +65,15 @@ def run_recipe(recipe: str, folder: Path, model: Path | None = None) -> dict[str
         if done.returncode:
             raise RuntimeError(f"{command}: exit status {done.returncode}\n{output[-3000:]}")
     print("\n".join(line for line in output.splitlines() if KEPT.search(line)))
-    lines = (folder / "runs/laptop/metrics.jsonl").read_text().splitlines()
-    values = [row[key] for row in map(json.loads, lines) for key in row if is_score(key)]
+    return held_out((folder / "runs/laptop/metrics.jsonl").read_text())
+
+
+def held_out(metrics: str) -> dict[str, float]:
+    """Return the first and the last mean reward of the set "test" of the lines of metrics.jsonl."""
+    rows = map(json.loads, metrics.splitlines())
+    # the bounds of its confidence interval have a suffix
+    values = [row[key] for row in rows for key in row if SCORE.fullmatch(key)]
     return {"before": values[0], "after": values[-1]}
-
-
-def is_score(key: str) -> bool:
-    return key.startswith("eval/test/avg@")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipe import NAMES, laptop_commands
+from benchmarks.recipe import NAMES, held_out, laptop_commands
 from megatron_rl.config import load_config
 from megatron_rl.config.rules.sft_rules import DEFAULTS, check_is_sft
 from megatron_rl.data.prompts import prompt_text
@@ -128,3 +128,12 @@ def test_the_questions_of_the_tiny_model_are_prepared(project):
 
 def sets():
     return [read(Path(f"laptop_data/{name}.jsonl")) for name in ("train", "test", "sft")]
+
+
+def test_the_held_out_reward_is_the_mean_and_no_bound_of_it():
+    lines = (
+        {"eval/test/avg@2": mean, "eval/test/avg@2_low": 0.0, "eval/test/avg@2_high": 1.0}
+        for mean in (0.25, 0.5, 0.625)
+    )
+    metrics = "\n".join(map(json.dumps, ({"train/loss": 0.0}, *lines)))
+    assert held_out(metrics) == {"before": 0.25, "after": 0.625}
