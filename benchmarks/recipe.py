@@ -1,10 +1,10 @@
 """Runs the commands of a recipe's README under "On a laptop", as a new user would, and prints what
 the training run printed.
 
-    python -m benchmarks.recipe search    # agent, code; under ten minutes each on two idle cores
+    python -m benchmarks.recipe search    # or agent, code, reasoning-gym
 
 The project is made in runs/recipe_NAME, which must not exist.  `megatron-rl` and `python` are those
-of this environment.  --model: a tiny model of `make-tiny-model --task chat`, which takes minutes;
+of this environment; reasoning-gym needs requirements-recipes.txt in it.  --model: a tiny model of `make-tiny-model --task chat`, which takes minutes;
 the first command then finds that it is up to date.
 """
 
@@ -24,7 +24,7 @@ from megatron_rl.recipes import new
 
 ROOT = Path(__file__).resolve().parents[1]
 LAPTOP = re.compile(r"^## On a laptop\n.*?^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NAMES = ("agent", "code", "search")
+NAMES = ("agent", "code", "reasoning-gym", "search")
 KEPT = re.compile(r"step \d|eval|parity|reward|entropy|router_mismatch|steps in|WARNING|episode")
 """Lines of a training run that are printed."""
 SCORE = re.compile(r"eval/test/avg@\d+")
