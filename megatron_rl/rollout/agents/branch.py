@@ -87,6 +87,10 @@ class Branch:
         """Start, turns and observations so far: the input of the next turn."""
         return tuple(self._tokens)
 
+    def starts(self, token_ids: array[int], end: int) -> bool:
+        """Return True where `token_ids` begin with the first `end` tokens of the sequence."""
+        return self._tokens[:end] == token_ids[:end]
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens of turns and observations."""

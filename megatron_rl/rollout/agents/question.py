@@ -84,8 +84,8 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
         tools = Tools(asked.tools, asked.must_call)
         if "" in asked.stops:
             raise ApiError(400, "stop = '': must be a text; remove it", param="stop")
-        sample, reading = session.conversations.sample, session.conversations.reading
-        with reading() as read:
+        sample = session.conversations.sample
+        with session.sequences.reading() as read:
             tasks = [
                 asyncio.create_task(
                     sample(
