@@ -116,7 +116,7 @@ class Conversations:
         if branch is None:
             tokens = chat.render(messages, tools.schemas)
             start.check(chat, tokens)
-            branch = self._sequences.begun([*tokens, *start.token_ids])
+            branch = self._sequences.begin([*tokens, *start.token_ids])
         asked = Asked(digests[-1], thinking, start)
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, partial(self._accepted, asked)))
@@ -186,7 +186,7 @@ class Conversations:
         if tokens is None:
             return None
         start.check(chat, [*before, *tokens])
-        branch = self._sequences.continued(node.place, [*tokens, *start.token_ids])
+        branch = self._sequences.extend(node.place, [*tokens, *start.token_ids])
         # the messages of a new sequence are its start
         if branch is node.place.branch:
             branch.note(added)

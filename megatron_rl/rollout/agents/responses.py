@@ -133,7 +133,7 @@ class ResponsesRequest(RequestFields):
             [*(instructions if self.instructions else []), *self._messages],
             [] if choice == "none" else [tool.schema_of_chat for tool in self.tools],
             "" if choice == "required" else must_call,
-            self.max_output_tokens,
+            limit=self.max_output_tokens,
         )
 
     def continue_from(self, answered: Answered) -> None:

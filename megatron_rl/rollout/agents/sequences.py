@@ -111,18 +111,18 @@ class Sequences:
         places = [place for place in self._places if place.branch.starts(tokens, place.end)]
         return max(places, key=lambda place: (place.end, place.is_open), default=None)
 
-    def continued(self, place: Place, token_ids: Sequence[int]) -> Branch:
+    def extend(self, place: Place, token_ids: Sequence[int]) -> Branch:
         """Return the sequence of `place` with `token_ids` after it, which are not learned from.
 
         Where another request has continued it, this is a new sequence with equal tokens.
         """
         if not place.is_open:
-            return self.begun([*place.tokens, *token_ids])
+            return self.begin([*place.tokens, *token_ids])
         place.is_open = False
         place.branch.observe(token_ids)
         return place.branch
 
-    def begun(self, token_ids: Sequence[int]) -> Branch:
+    def begin(self, token_ids: Sequence[int]) -> Branch:
         """Return a new sequence.  Raises ContextFull where no sequence can be that long: a client
         may shorten its input then.
         """

@@ -46,6 +46,7 @@ from megatron_rl.rollout.agents.episode import (
     Observation,
     Turn,
 )
+from megatron_rl.rollout.agents.raw_prompts import RawPrompts
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.sequences import Sequences
 from megatron_rl.rollout.agents.tools import Tool, Tools
@@ -206,6 +207,11 @@ class Session:
                 " chat; set it"
             )
         return Conversations(self, self.sequences, self.chat)
+
+    @cached_property
+    def raw_prompts(self) -> RawPrompts:
+        """Prompts of requests that are in no chat format."""
+        return RawPrompts(self, self.sequences)
 
     @cached_property
     def sequences(self) -> Sequences:
