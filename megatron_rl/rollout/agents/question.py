@@ -162,9 +162,14 @@ async def answers(session: Session, asked: Question | RawQuestion) -> AsyncItera
             410, "sampling has ended, and with it this episode", code="episode_ended"
         ) from error
     except (ValueError, EpisodeError) as error:
-        names = ("tools", "chat_template_kwargs", "stop_token_ids")
-        param = next((name for name in names if str(error).startswith(name)), asked.input_name)
-        raise ApiError(400, str(error), param=param) from error
+        raise refusal(error, asked) from error
+
+
+def refusal(error: Exception, asked: Question | RawQuestion) -> ApiError:
+    """Return the answer to a request that cannot be sampled, which names the field at fault."""
+    names = ("tools", "chat_template_kwargs", "stop_token_ids")
+    param = next((name for name in names if str(error).startswith(name)), asked.input_name)
+    return ApiError(400, str(error), param=param)
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
@@ -196,7 +201,8 @@ def num_tokens(session: Session, asked: Question) -> int:
     if session.chat is None:
         raise ApiError(400, "messages need agent.renderer, the format of the model's chat; set it")
     try:
-        tokens = session.chat.render(asked.messages, Tools(asked.tools).schemas)
+        chat = session.chat.with_template(asked.template)
+        tokens = chat.render(asked.messages, Tools(asked.tools).schemas)
         return len(tokens) + len(encoded(asked.prefill, session.tokenizer, None).token_ids)
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        raise refusal(error, asked) from error
