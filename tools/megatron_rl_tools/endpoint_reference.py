@@ -18,12 +18,14 @@ from megatron_rl.rollout.agents.completions import CompletionRequest
 from megatron_rl.rollout.agents.fields import ANY_TEXT, FULL_SOFTMAX, RequestFields
 from megatron_rl.rollout.agents.messages import MessagesRequest
 from megatron_rl.rollout.agents.responses import ResponsesRequest
+from megatron_rl.rollout.agents.text_completions import TextCompletionRequest
 from megatron_rl_tools.settings_reference import wrapped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/agents.md"
 BEGIN, END = (f"<!-- fields of the endpoint: {place} -->" for place in ("begin", "end"))
 DOORS: dict[str, type[RequestFields]] = {
     "`/v1/chat/completions`": CompletionRequest,
+    "`/v1/completions`": TextCompletionRequest,
     "`/v1/responses`": ResponsesRequest,
     "`/v1/messages`": MessagesRequest,
 }

@@ -13,16 +13,9 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import (
-    CHARACTERS_PER_TOKEN,
-    Chat,
-    Message,
-    Reply,
-    Schema,
-    encodable,
-    text_of,
-)
+from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
+from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
@@ -86,6 +79,13 @@ class Branch:
     def token_ids(self) -> tuple[int, ...]:
         """Start, turns and observations so far: the input of the next turn."""
         return tuple(self._tokens)
+
+    def _start_of(self, end: int) -> tuple[int, ...]:
+        return tuple(self._tokens[:end])
+
+    def starts(self, token_ids: array[int], end: int) -> bool:
+        """Return True where `token_ids` begin with the first `end` tokens of the sequence."""
+        return self._tokens[:end] == token_ids[:end]
 
     @property
     def num_tokens(self) -> int:
@@ -158,12 +158,13 @@ class Branch:
         group.put(0, turn)
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         num_prompt_tokens, read = len(prompt.token_ids), None
+        read_input = partial(self._start_of, num_prompt_tokens)
         if session.chat is not None:
             read = partial(self._read, num_prompt_tokens, response, match.after, chat=session.chat)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         return Turn(
             match.before, response, turn.finish_reason, num_prompt_tokens, read,
-            logprobs=logprobs, stop=match.stop,
+            logprobs=logprobs, stop=match.stop, read_input=read_input,
         )  # fmt: skip
 
     def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match]:
@@ -242,7 +243,7 @@ class Branch:
         self._check_idle()
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
         if isinstance(observation, str):
-            ids = self._encode(observation)
+            ids = encoded_up_to(session.tokenizer, observation, max(self.remaining, 0))
         elif parts and all(isinstance(part, Mapping) for part in parts):
             ids = self._render(messages := cast("list[Message]", parts))
             self.note(messages)
@@ -262,18 +263,6 @@ class Branch:
             {"role": message["role"], "content": text_of(message.get("content"))}
             for message in messages
         ]
-
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`; of a text that cannot fit, only as many as fill the context:
-        megabytes take seconds.
-        """
-        encode, text = self._session.tokenizer.encode, encodable(text)
-        start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
-        ids = encode(start, add_special_tokens=False)
-        # a start that is too long already, or the entire text
-        if len(ids) > self.remaining or len(start) == len(text):
-            return ids
-        return encode(text, add_special_tokens=False)
 
     def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
         """Add to the reward of `turn`, by default the last one.  The episode's reward is the sum of

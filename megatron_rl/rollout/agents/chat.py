@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.known_texts import KnownTexts
+from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN, encodable
 
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage
@@ -33,9 +34,6 @@ RENDER_ERRORS = (
     NotImplementedError,
 )
 """Exceptions of renderers for messages that their format cannot hold."""
-
-CHARACTERS_PER_TOKEN = 16
-"""More than most texts have; a text that has more is encoded twice."""
 MAX_VARIANTS = 16
 """Number of the formats with other chat_template_kwargs that are kept."""
 MAX_DEPTH = 100
@@ -351,13 +349,6 @@ def is_deep(value: object, left: int = MAX_DEPTH) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, list) and (not left or any(is_deep(item, left - 1) for item in value))
-
-
-def encodable(text: str) -> str:
-    """Return `text` with "?" for each half of a surrogate pair, as in file names and in escapes
-    that a model writes.
-    """
-    return text.encode(errors="replace").decode()
 
 
 def to_format(message: Message) -> FormatMessage:

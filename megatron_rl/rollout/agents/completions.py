@@ -85,6 +85,8 @@ class CompletionRequest(RequestFields):
     """Only the run's (`rollout.temperature`)."""
     logprobs: bool = False
     """Log-probs of the sampled tokens are returned, without alternatives."""
+    return_token_ids: bool = False
+    """The answer has `prompt_token_ids`, and each choice `token_ids`, as in vLLM."""
     stream: bool = False
     """The turn in two chunks, after it was sampled."""
     stream_options: StreamOptions = StreamOptions()
@@ -119,11 +121,11 @@ class CompletionRequest(RequestFields):
             messages,
             tools,
             self.must_call,
-            self.limit,
-            self.stops,
-            self.n,
-            prefill,
-            self.chat_template_kwargs,
+            limit=self.limit,
+            stops=self.stops,
+            n=self.n,
+            prefill=prefill,
+            template=self.chat_template_kwargs,
         )
 
     def _opened(self) -> tuple[Sequence[Message], str]:
@@ -163,6 +165,15 @@ class CompletionRequest(RequestFields):
             yield f"data: {json.dumps(chunk)}\n\n"
         yield "data: [DONE]\n\n"
 
+    def prompt_token_ids_of(self, turns: Sequence[Turn]) -> Json:
+        """Return the field with the tokens of the input, which the choices share."""
+        if not self.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(turns[0].prompt_token_ids)}
+
+    def token_ids_of(self, turn: Turn) -> Json:
+        return {"token_ids": list(turn.token_ids)} if self.return_token_ids else {}
+
     def _logprobs(
         self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[Json]]:
@@ -191,10 +202,16 @@ def completion(
             "message": message_of(turn),
             "finish_reason": finish_reason(turn),
             "logprobs": {"content": logprobs, "refusal": None} if request.logprobs else None,
+            **request.token_ids_of(turn),
         }
         for index, (turn, logprobs) in enumerate(zip(turns, tokens, strict=True))
     ]
-    return {**head("chat.completion", request), "choices": choices, "usage": usage(turns)}
+    return {
+        **head("chat.completion", request),
+        **request.prompt_token_ids_of(turns),
+        "choices": choices,
+        "usage": usage(turns, len(turns)),
+    }
 
 
 def chunks(
@@ -207,16 +224,13 @@ def chunks(
         if isinstance(calls := delta.get("tool_calls"), list):
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         content = {"content": logprobs, "refusal": None} if request.logprobs else None
-        yield {
-            **same,
-            "choices": [
-                {"index": index, "delta": delta, "finish_reason": None, "logprobs": content}
-            ],
-        }
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": content}
+        choice |= request.token_ids_of(turn)
+        yield {**same, **request.prompt_token_ids_of(turns), "choices": [choice]}
         end = {"index": index, "delta": {}, "finish_reason": finish_reason(turn), "logprobs": None}
         yield {**same, "choices": [end]}
     if request.stream_options.include_usage:
-        yield {**same, "choices": [], "usage": usage(turns)}
+        yield {**same, "choices": [], "usage": usage(turns, len(turns))}
 
 
 def head(kind: str, request: CompletionRequest) -> Json:
@@ -239,9 +253,10 @@ def finish_reason(turn: Turn) -> str:
     return "tool_calls" if has_calls else turn.finish_reason
 
 
-def usage(turns: Sequence[Turn]) -> Json:
-    """Return numbers of tokens.  The input counts once, as the choices share it."""
-    prompt, sampled = turns[0].num_prompt_tokens, sum(len(turn.token_ids) for turn in turns)
+def usage(turns: Sequence[Turn], n: int) -> Json:
+    """Return numbers of tokens.  The input of `n` choices counts once, as they share it."""
+    prompt = sum(turn.num_prompt_tokens for turn in turns[::n])
+    sampled = sum(len(turn.token_ids) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

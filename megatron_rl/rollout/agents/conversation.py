@@ -15,67 +15,41 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
 
-from megatron_rl.rollout.agents.branch import Branch, EpisodeOfBranch
+from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
-from megatron_rl.rollout.agents.episode import ContextFull, Turn
+from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill, encoded
+from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
 from megatron_rl.rollout.agents.tools import Tools
-from megatron_rl.rollout.client.counters import RolloutCounters
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Node:
-    """A sampled turn in its sequence."""
+    """A sampled turn, as messages name it."""
 
-    branch: Branch
+    place: Place
     num_prompt_tokens: int
-    """Number of tokens of its input."""
-    completion: tuple[int, ...]
-    """Tokens of the turn."""
+    """Number of tokens of its input, without the beginning that the request gave."""
     thinking: list[str | None]
     """Thinking of each of the assistant's messages up to this turn, None where there is none or it
     is not known."""
-    is_open: bool = True
-    """Nothing follows in the sequence yet."""
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.branch.token_ids[: self.num_prompt_tokens]
 
 
-@dataclass(eq=False)
-class Answer:
-    """A turn that is not part of the episode yet."""
+@dataclass(frozen=True)
+class Asked:
+    """The messages that a turn answers."""
 
-    branch: Branch
     digest: bytes
-    """Digest of the tools and of the messages that it answers."""
+    """Digest of the tools and of the messages."""
     thinking: list[str | None]
     """Thinking of the assistant's messages among them."""
     prefill: Prefill
     """The beginning of the turn that the request gave."""
-    turn: Turn | None = None
-    """None while it is sampled."""
-
-
-class EpisodeOfConversations(EpisodeOfBranch, Protocol):
-    """The part of a Session that conversations need."""
-
-    is_refused: bool
-
-    @property
-    def is_stopped(self) -> bool: ...
-    def branch(self, token_ids: Sequence[int]) -> Branch: ...
-    def full(self, why: str) -> ContextFull: ...
 
 
 class Conversations:
@@ -83,10 +57,8 @@ class Conversations:
     messages.
     """
 
-    def __init__(
-        self, session: EpisodeOfConversations, chat: Chat, counters: RolloutCounters
-    ) -> None:
-        self._session, self._chat, self._counters = session, chat, counters
+    def __init__(self, session: EpisodeOfSequences, sequences: Sequences, chat: Chat) -> None:
+        self._session, self._sequences, self._chat = session, sequences, chat
         self._nodes: dict[bytes, list[Node]] = {}  # by the digest of tools and messages
 
     async def generate(
@@ -101,27 +73,10 @@ class Conversations:
 
         Raises ValueError for messages that the format cannot hold, and what Branch.generate raises.
         """
-        with self.reading() as answers:
+        with self._sequences.reading() as answers:
             return await self.sample(
                 answers, messages, tools, max_tokens=max_tokens, stop_token_ids=stop_token_ids
             )
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[list[Answer]]:
-        """Accept the answers that are sampled inside as part of the episode when the block ends.
-
-        Where the block raises, they are dropped and counted.  Where it raises because sampling has
-        ended, they are kept: the same request of the run that continues this episode gets them.
-        """
-        answers: list[Answer] = []
-        try:
-            yield answers
-        except BaseException:
-            if not self._session.is_stopped:
-                self._drop(answers)
-            raise
-        for answer in answers:
-            self._accept(answer)
 
     async def sample(
         self,
@@ -136,7 +91,7 @@ class Conversations:
         template: Mapping[str, object] | None = None,
     ) -> Turn:
         """Sample a turn as `generate` does, which also ends at one of the texts `stops`, and add it
-        to `answers` of `reading`.
+        to `answers` of Sequences.reading.
 
         prefill: text with which the answer begins; the turn is what follows it.  template:
         chat_template_kwargs; with others than a turn had, messages do not continue it, as they may
@@ -161,9 +116,10 @@ class Conversations:
         if branch is None:
             tokens = chat.render(messages, tools.schemas)
             start.check(chat, tokens)
-            branch = self._branch([*tokens, *start.token_ids])
+            branch = self._sequences.begin([*tokens, *start.token_ids])
+        asked = Asked(digests[-1], thinking, start)
         # added before it is sampled, so that `reading` drops a turn that was cut short
-        answers.append(answer := Answer(branch, digests[-1], thinking, start))
+        answers.append(answer := Answer(branch, partial(self._accepted, asked)))
         turn = await branch.sample(
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
         )
@@ -172,47 +128,27 @@ class Conversations:
         answer.turn = replace(turn, tools=tools, read=read, prefill=start.text)
         return answer.turn
 
-    def _accept(self, answer: Answer) -> None:
-        branch, turn = answer.branch, answer.turn
-        assert turn is not None
-        branch.accept(turn)
+    def _accepted(self, asked: Asked, place: Place, turn: Turn) -> None:
         # the reply is read here, as the next request names the turn by its message
-        reply = turn.reply
-        self._counters.tool_calls += len(reply.tool_calls)
-        self._counters.tool_errors += sum(
-            bool(turn.tools.problem_of(call)) for call in reply.tool_calls
-        )
-        self._counters.missing_tool_calls += turn.tools.lacks_call(reply.tool_calls)
-        start = answer.prefill
+        reply, counters, start = turn.reply, self._session.counters, asked.prefill
+        counters.tool_calls += len(reply.tool_calls)
+        counters.tool_errors += sum(bool(turn.tools.problem_of(call)) for call in reply.tool_calls)
+        counters.missing_tool_calls += turn.tools.lacks_call(reply.tool_calls)
         node = Node(
-            branch,
+            place,
             turn.num_prompt_tokens - len(start.token_ids),
-            (*start.token_ids, *turn.token_ids),
-            [*answer.thinking, reply.reasoning],
+            [*asked.thinking, reply.reasoning],
         )
         # the next request names the turn by the joined message
         joined = {**reply.message, "content": f"{start.text}{reply.message['content']}"}
-        self._nodes.setdefault(chained(answer.digest, joined), []).append(node)
+        self._nodes.setdefault(chained(asked.digest, joined), []).append(node)
 
     def _prefill(self, text: str) -> Prefill:
         """Return the beginning of an answer.  Raises ContextFull where no sequence can hold it."""
         longest = (self._session.sequence_limit or (None,))[0]
         start = encoded(text, self._session.tokenizer, longest)
-        self._check_length(len(start.token_ids))
+        self._sequences.check_length(len(start.token_ids))
         return start
-
-    def _drop(self, answers: Sequence[Answer]) -> None:
-        tokens = [tokens for answer in answers if (tokens := answer.branch.drop())]
-        self._counters.unread_turns += len(tokens)
-        self._counters.unread_tokens += sum(tokens)
-        if tokens:
-            logger.warning(
-                "rollout %s: a request failed, or its client did not read the answer: %d turns of"
-                " %d tokens are not learned from",
-                self._session.name,
-                len(tokens),
-                sum(tokens),
-            )
 
     def _continued_turn(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
         """Return the longest turn that `messages` continue, None where the last of the assistant's
@@ -229,7 +165,7 @@ class Conversations:
             for node in equal
             if all(a in (None, b) for a, b in zip(thinking, node.thinking, strict=True))
         ]
-        return next((node for node in nodes if node.is_open), nodes[0] if nodes else None)
+        return next((node for node in nodes if node.place.is_open), nodes[0] if nodes else None)
 
     def _continued(
         self,
@@ -244,32 +180,17 @@ class Conversations:
         """
         # there is an answer, as `node` is the last one
         added = messages[(last_answer(messages) or 0) + 1 :]
-        tokens = chat.continuation(node.prompt, node.completion, added, tools.schemas)
+        before = node.place.tokens
+        prompt, completion = before[: node.num_prompt_tokens], before[node.num_prompt_tokens :]
+        tokens = chat.continuation(prompt, completion, added, tools.schemas)
         if tokens is None:
             return None
-        start.check(chat, [*node.prompt, *node.completion, *tokens])
-        tokens += start.token_ids
-        # another request has continued this turn: the second one gets a sequence with equal tokens
-        if not node.is_open:
-            return self._branch([*node.prompt, *node.completion, *tokens])
-        node.is_open = False
-        node.branch.observe(tokens)
-        node.branch.note(added)
-        return node.branch
-
-    def _branch(self, token_ids: Sequence[int]) -> Branch:
-        """Open a sequence.  Raises ContextFull where no sequence can be that long: a client may
-        shorten its history then.
-        """
-        self._check_length(len(token_ids))
-        return self._session.branch(token_ids)
-
-    def _check_length(self, num_tokens: int) -> None:
-        session = self._session
-        most, setting = session.sequence_limit or (None, "")
-        session.is_refused = most is not None and num_tokens >= most
-        if session.is_refused:
-            raise session.full(f"{num_tokens} tokens of messages are more than {setting} allows")
+        start.check(chat, [*before, *tokens])
+        branch = self._sequences.extend(node.place, [*tokens, *start.token_ids])
+        # the messages of a new sequence are its start
+        if branch is node.place.branch:
+            branch.note(added)
+        return branch
 
 
 def last_answer(messages: Sequence[Message]) -> int | None:

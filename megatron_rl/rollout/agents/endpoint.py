@@ -1,9 +1,9 @@
 """An HTTP endpoint in front of sessions: any program that uses a client of OpenAI or Anthropic can
 be trained on.
 
-    POST /v1/chat/completions, /v1/responses       Authorization: Bearer KEY
-    GET  /v1/models                                Authorization: Bearer KEY
-    POST /v1/messages, /v1/messages/count_tokens   x-api-key: KEY
+    POST /v1/chat/completions, /v1/completions, /v1/responses   Authorization: Bearer KEY
+    GET  /v1/models                                             Authorization: Bearer KEY
+    POST /v1/messages, /v1/messages/count_tokens                x-api-key: KEY
 
 The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it
 ends.  One server per call of the rollout client, in its event loop, on agent.endpoint_host and a
@@ -25,7 +25,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.rollout.agents import completions, messages, responses
+from megatron_rl.rollout.agents import completions, messages, responses, text_completions
 from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
 from megatron_rl.rollout.agents.question import ApiError, DoorRequest, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
@@ -96,6 +96,7 @@ class Endpoint:
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", partial(self._answer, completions.read_request))
+        app.router.add_post("/v1/completions", partial(self._answer, text_completions.read_request))
         app.router.add_post("/v1/responses", self._respond)
         app.router.add_post(MESSAGES, partial(self._answer, messages.read_request))
         app.router.add_post(f"{MESSAGES}/count_tokens", self._count)

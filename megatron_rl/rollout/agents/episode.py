@@ -61,6 +61,10 @@ class Turn:
     prefill: str = field(default="", repr=False)
     """The beginning of the answer that the request gave.  It is part of the input, and not of
     `text` and `reply`."""
+    read_input: Callable[[], tuple[int, ...]] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Returns the tokens of its input: a turn keeps no copy of them."""
 
     @cached_property
     def reply(self) -> Reply:
@@ -71,6 +75,11 @@ class Turn:
                 " set it"
             )
         return self.read()
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Tokens of its input, () for a turn that no sequence sampled."""
+        return () if self.read_input is None else self.read_input()
 
     @property
     def message(self) -> dict[str, object]:

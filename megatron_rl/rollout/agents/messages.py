@@ -74,6 +74,8 @@ class CountRequest(RequestFields):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     """The answer is sampled freely, as in chat completions; `disable_parallel_tool_use` is
     refused."""
+    chat_template_kwargs: Json = Field(default_factory=dict)
+    """Settings that the format of `agent.renderer` has, as in chat completions."""
 
     @property
     def question(self) -> Question:
@@ -101,6 +103,7 @@ class CountRequest(RequestFields):
             tools=[] if choice.type == "none" else schemas,
             must_call={"any": "", "tool": choice.name or ""}.get(choice.type),
             prefill=prefill,
+            template=self.chat_template_kwargs,
         )
 
 

@@ -12,13 +12,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.rollout.agents.chat import (
-    CHARACTERS_PER_TOKEN,
-    Chat,
-    Reply,
-    Schema,
-    encodable,
-)
+from megatron_rl.rollout.agents.chat import Chat, Reply, Schema
+from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
 from megatron_rl.rollout.agents.stops import reply_before
 
 
@@ -75,12 +70,5 @@ NO_PREFILL = Prefill()
 
 
 def encoded(text: str, tokenizer: PreTrainedTokenizerBase, longest: int | None) -> Prefill:
-    """Return the text with its tokens; of a text that no sequence can hold, with more tokens than
-    `longest`: to encode megabytes takes seconds.
-    """
-    text = encodable(text)
-    start = text if longest is None else text[: CHARACTERS_PER_TOKEN * (longest + 1)]
-    ids = tokenizer.encode(start, add_special_tokens=False)
-    if len(start) < len(text) and len(ids) <= (longest or 0):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    return Prefill(text, tuple(ids))
+    """Return the text with its tokens; see encoded_up_to for `longest`."""
+    return Prefill(encodable(text), tuple(encoded_up_to(tokenizer, text, longest)))

@@ -1,22 +1,24 @@
 """A request of the endpoint without its protocol: what is asked of the model, and what went wrong.
 
-A protocol (completions.py, responses.py, messages.py) reads its requests into a DoorRequest, and
-writes turns and ApiErrors in its own form.
+A protocol (completions.py, text_completions.py, responses.py, messages.py) reads its requests into
+a DoorRequest, and writes turns and ApiErrors in its own form.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
 from megatron_rl.rollout.agents.prefill import encoded
+from megatron_rl.rollout.agents.raw_prompts import RawPrompt
+from megatron_rl.rollout.agents.sequences import Answer
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import Tools
 
@@ -39,23 +41,83 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True)
-class Question:
+class Limits:
+    """How long turns are, and how many of them are sampled side by side."""
+
+    limit: int | None = field(default=None, kw_only=True)
+    """Longest turn; None: as long as the context allows."""
+    stops: Sequence[str] = field(default=(), kw_only=True)
+    """Texts that end the turn."""
+    n: int = field(default=1, kw_only=True)
+    """Number of turns for one input."""
+
+
+@dataclass(frozen=True)
+class Question(Limits):
     """The next turn of a conversation."""
+
+    input_name: ClassVar = "messages"
+    """The field of the request that errors of the input name."""
 
     messages: Sequence[Message]
     tools: Sequence[Schema] = ()
     must_call: str | None = None
     """The tool that the turn must call, see Tools."""
-    limit: int | None = None
-    """Longest turn; None: as long as the context allows."""
-    stops: Sequence[str] = ()
-    """Texts that end the turn."""
-    n: int = 1
-    """Number of turns, side by side."""
     prefill: str = ""
     """Text with which the answer begins."""
     template: Mapping[str, object] = field(default_factory=dict)
     """Values of the format's own settings: chat_template_kwargs."""
+
+    def turns(self, session: Session, answers: list[Answer]) -> list[Coroutine[None, None, Turn]]:
+        """Return what samples the turns and adds them to `answers`.  Raises ValueError."""
+        tools, sample = Tools(self.tools, self.must_call), session.conversations.sample
+        return [
+            sample(
+                answers,
+                self.messages,
+                tools,
+                max_tokens=self.limit,
+                stops=self.stops,
+                prefill=self.prefill,
+                template=self.template,
+            )
+            for _ in range(self.n)
+        ]
+
+
+@dataclass(frozen=True)
+class RawQuestion(Limits):
+    """What follows prompts that are in no chat format."""
+
+    input_name: ClassVar = "prompt"
+
+    prompts: Sequence[RawPrompt]
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the turn."""
+    add_special_tokens: bool = True
+    """The tokenizer adds its special tokens to a text that begins a sequence."""
+
+    def turns(self, session: Session, answers: list[Answer]) -> list[Coroutine[None, None, Turn]]:
+        """Return what samples `n` turns for each prompt and adds them to `answers`.  Raises
+        ValueError for a token to stop at that is outside the vocabulary.
+        """
+        for token in self.stop_token_ids:
+            if not 0 <= token < session.vocab_size:
+                raise ValueError(
+                    f"stop_token_ids: {token}: the model's vocabulary has {session.vocab_size}"
+                )
+        return [
+            session.raw_prompts.sample(
+                answers,
+                prompt,
+                max_tokens=self.limit,
+                stop_token_ids=self.stop_token_ids,
+                stops=self.stops,
+                add_special_tokens=self.add_special_tokens,
+            )
+            for prompt in self.prompts
+            for _ in range(self.n)
+        ]
 
 
 class DoorRequest(Protocol):
@@ -64,7 +126,7 @@ class DoorRequest(Protocol):
     stream: bool
 
     @property
-    def question(self) -> Question: ...
+    def question(self) -> Question | RawQuestion: ...
 
     def answer(self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Json:
         """Return the body of the answer."""
@@ -76,30 +138,15 @@ class DoorRequest(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]]:
-    """Sample `asked.n` turns side by side and yield them; they are part of the episode where the
-    block, which writes them, ends without an error.  Raises ApiError.
+async def answers(session: Session, asked: Question | RawQuestion) -> AsyncIterator[list[Turn]]:
+    """Sample the turns of `asked` side by side and yield them; they are part of the episode where
+    the block, which writes them, ends without an error.  Raises ApiError.
     """
     try:
-        tools = Tools(asked.tools, asked.must_call)
         if "" in asked.stops:
             raise ApiError(400, "stop = '': must be a text; remove it", param="stop")
-        sample, reading = session.conversations.sample, session.conversations.reading
-        with reading() as read:
-            tasks = [
-                asyncio.create_task(
-                    sample(
-                        read,
-                        asked.messages,
-                        tools,
-                        max_tokens=asked.limit,
-                        stops=asked.stops,
-                        prefill=asked.prefill,
-                        template=asked.template,
-                    )
-                )
-                for _ in range(asked.n)
-            ]
+        with session.sequences.reading() as read:
+            tasks = [asyncio.create_task(turn) for turn in asked.turns(session, read)]
             try:
                 turns = await asyncio.gather(*tasks)
             finally:
@@ -109,15 +156,20 @@ async def answers(session: Session, asked: Question) -> AsyncIterator[list[Turn]
                 await asyncio.gather(*tasks, return_exceptions=True)
             yield turns
     except ContextFull as error:
-        raise ApiError(400, str(error), code=CONTEXT_FULL, param="messages") from error
+        raise ApiError(400, str(error), code=CONTEXT_FULL, param=asked.input_name) from error
     except EpisodeStopped as error:  # 410: clients do not try again
         raise ApiError(
             410, "sampling has ended, and with it this episode", code="episode_ended"
         ) from error
     except (ValueError, EpisodeError) as error:
-        names = ("tools", "chat_template_kwargs")
-        param = next((name for name in names if str(error).startswith(name)), "messages")
-        raise ApiError(400, str(error), param=param) from error
+        raise refusal(error, asked) from error
+
+
+def refusal(error: Exception, asked: Question | RawQuestion) -> ApiError:
+    """Return the answer to a request that cannot be sampled, which names the field at fault."""
+    names = ("tools", "chat_template_kwargs", "stop_token_ids")
+    param = next((name for name in names if str(error).startswith(name)), asked.input_name)
+    return ApiError(400, str(error), param=param)
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
@@ -149,7 +201,8 @@ def num_tokens(session: Session, asked: Question) -> int:
     if session.chat is None:
         raise ApiError(400, "messages need agent.renderer, the format of the model's chat; set it")
     try:
-        tokens = session.chat.render(asked.messages, Tools(asked.tools).schemas)
+        chat = session.chat.with_template(asked.template)
+        tokens = chat.render(asked.messages, Tools(asked.tools).schemas)
         return len(tokens) + len(encoded(asked.prefill, session.tokenizer, None).token_ids)
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        raise refusal(error, asked) from error

@@ -121,6 +121,8 @@ class ResponsesRequest(RequestFields):
     include: list[Includable] = Field(default_factory=list)
     """Nothing is included: neither results of tools of a server, nor encrypted reasoning, which is
     returned as text. `message.output_text.logprobs` is refused; chat completions have them."""
+    chat_template_kwargs: Json = Field(default_factory=dict)
+    """Settings that the format of `agent.renderer` has, as in chat completions."""
     _id: str = PrivateAttr(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     _created: float = PrivateAttr(default_factory=time.time)
     _messages: list[Message] = PrivateAttr(default_factory=list)
@@ -133,7 +135,8 @@ class ResponsesRequest(RequestFields):
             [*(instructions if self.instructions else []), *self._messages],
             [] if choice == "none" else [tool.schema_of_chat for tool in self.tools],
             "" if choice == "required" else must_call,
-            self.max_output_tokens,
+            limit=self.max_output_tokens,
+            template=self.chat_template_kwargs,
         )
 
     def continue_from(self, answered: Answered) -> None:

@@ -46,7 +46,9 @@ from megatron_rl.rollout.agents.episode import (
     Observation,
     Turn,
 )
+from megatron_rl.rollout.agents.raw_prompts import RawPrompts
 from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.sequences import Sequences
 from megatron_rl.rollout.agents.tools import Tool, Tools
 from megatron_rl.rollout.client.call import Call, SampleTurn
 
@@ -204,7 +206,17 @@ class Session:
                 f"rollout {self.name}: messages need agent.renderer, the format of the model's"
                 " chat; set it"
             )
-        return Conversations(self, self.chat, self.counters)
+        return Conversations(self, self.sequences, self.chat)
+
+    @cached_property
+    def raw_prompts(self) -> RawPrompts:
+        """Prompts of requests that are in no chat format."""
+        return RawPrompts(self, self.sequences)
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """The sequences that requests begin and continue."""
+        return Sequences(self)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Call the tools that `turn` asks for, one after another; returns their answers as

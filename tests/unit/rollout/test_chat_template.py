@@ -1,6 +1,10 @@
 """chat_template_kwargs: settings of the model's chat format that a request may give."""
 
+from functools import partial
+
+import anthropic
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
 from megatron_rl.rollout.agents.chat import MAX_VARIANTS, Chat
@@ -60,6 +64,52 @@ def test_a_setting_of_the_format_writes_the_prompt_and_names_the_conversation():
     assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 2, 2]
 
 
+QUICK = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+
+
+async def asks_responses(session, prompt):
+    async with await connected(session) as client:
+        create = partial(client.responses.create, model="m")
+        first = await create(input=[USER], **QUICK)
+        assert [item.type for item in first.output] == ["message"] and first.output_text == "6.0"
+        await create(input=[USER], previous_response_id=first.id, **QUICK)
+        # another sequence: it would be written otherwise
+        other = await create(input=[USER], previous_response_id=first.id)
+        assert other.output[0].content[0].text == "hm" and other.output_text == "OK"
+    return session.finish(1.0)
+
+
+async def asks_messages(session, prompt):
+    endpoint = await session.open_endpoint()
+    async with AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key) as client:
+        create = partial(client.messages.create, model="m", max_tokens=200)
+        counted = await client.messages.count_tokens(model="m", messages=[USER], **QUICK)
+        first = await create(messages=[USER], **QUICK)
+        assert [block.text for block in first.content] == ["6.0"]
+        assert first.usage.input_tokens == counted.input_tokens
+        with pytest.raises(anthropic.BadRequestError, match="has no 'add_vision_id'"):
+            wrong = {"chat_template_kwargs": {"add_vision_id": True}}
+            await client.messages.count_tokens(model="m", messages=[USER], extra_body=wrong)
+        history = [USER, {"role": "assistant", "content": first.content}, USER]
+        await create(messages=history, **QUICK)
+        other = await create(messages=history)
+        assert (other.content[0].thinking, other.content[1].text) == ("hm", "OK")
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("function", [asks_responses, asks_messages])
+def test_every_protocol_with_messages_takes_the_settings_of_the_format(function):
+    with FakeServer("ok", source=lambda *args: chat_sample(*args, reply=says)) as server:
+        rollout, _ = sample(server, function)
+        check_every_token_once(server, rollout)
+    inputs = [TOKENIZER.decode(request["input_ids"][0]) for request in server.requests]
+    opened = "<|im_start|>user\n3*2?<|im_end|>\n<|im_start|>assistant\n"
+    assert inputs[0] == opened + NO_THOUGHT
+    assert inputs[1] == f"{inputs[0]}6.0<|im_end|>\n{opened}{NO_THOUGHT}"
+    assert inputs[2].endswith(f"6.0<|im_end|>\n{opened}")
+    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 2]
+
+
 async def names_other_settings(session, prompt):
     async with await connected(session) as client:
         for values, why in (
@@ -71,6 +121,11 @@ async def names_other_settings(session, prompt):
             with pytest.raises(BadRequestError, match=why) as refusal:
                 await client.chat.completions.create(
                     model="m", messages=[USER], extra_body={"chat_template_kwargs": values}
+                )
+            assert refusal.value.param == "chat_template_kwargs"
+            with pytest.raises(BadRequestError, match=why) as refusal:
+                await client.responses.create(
+                    model="m", input=[USER], extra_body={"chat_template_kwargs": values}
                 )
             assert refusal.value.param == "chat_template_kwargs"
         await client.chat.completions.create(model="m", messages=[USER])

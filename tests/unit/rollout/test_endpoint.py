@@ -81,7 +81,7 @@ def chat_sample(body, prompt, sample_id, reply=answer):
     return sample
 
 
-def client_of(server, **settings):
+def client_of(server, longest=2000, **settings):
     cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
     agent = AgentConfig(renderer="qwen3", **settings)
     runner = EpisodeRunner(
@@ -89,7 +89,7 @@ def client_of(server, **settings):
         TOKENIZER,
         CHAT_SPEC.vocab_size,
         cfg.max_retries,
-        (2000, "the test"),
+        (longest, "the test"),
         hidden_env=["SERVERS"],
     )
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)

@@ -160,7 +160,7 @@ REFUSED = {
     "does not read '<think>' as the beginning": ([USER, assistant("<think>")], CONTINUED),
     "does not read 'It<.im_end.>' as": ([USER, assistant("It<|im_end|>")], CONTINUED),
     "must end with a message that is not": ([assistant("It is")], CONTINUED),
-    "tokens of messages are more than the test allows": ([USER, assistant("x" * 9999)], CONTINUED),
+    "tokens of input are more than the test allows": ([USER, assistant("x" * 9999)], CONTINUED),
 }
 
 

@@ -4,7 +4,6 @@ that are continued by their id, and every sampled token learned from once.
 
 import asyncio
 import gc
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -302,41 +301,3 @@ def test_items_of_several_answers_in_a_row_stay_apart():
     assert third == {"role": "assistant", "content": "", "reasoning_content": "hm"}
     with pytest.raises(ApiError, match="body: must be a JSON object"):
         read_request([], 1.0)
-
-
-async def runs_an_agent_of_openai(session, prompt):
-    """openai-agents 0.4.2 with its default model class: its loop calls the tool."""
-    from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
-
-    @function_tool
-    def multiply(a: float, b: float) -> float:
-        """Multiply."""
-        return a * b
-
-    async with await connected(session) as client:
-        model = OpenAIResponsesModel("m", client)
-        agent = Agent("calculator", instructions="be brief", model=model, tools=[multiply])
-        quiet = RunConfig(tracing_disabled=True)
-        first = await Runner.run(agent, "3*2?", run_config=quiet)
-        assert first.final_output == "It is 6.0"
-        history = [*first.to_input_list(), USER]
-        streamed = Runner.run_streamed(agent, history, run_config=quiet)
-        kinds = [event.type async for event in streamed.stream_events()]
-        assert "raw_response_event" in kinds and streamed.final_output == "It is 6.0"
-        last = await Runner.run(
-            agent, "more", previous_response_id=streamed.last_response_id, run_config=quiet
-        )
-        assert last.final_output == "It is 6.0"
-    return session.finish(1.0)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("agents") is None,
-    reason="openai-agents is not installed: make test-clients",
-)
-def test_openais_agents_are_one_sequence():
-    with FakeServer("ok", source=chat_sample) as server:
-        rollout, counters = sample(server, runs_an_agent_of_openai, max_tokens=1500)
-        check_every_token_once(server, rollout)
-    assert (len(rollout.sequences), rollout.num_turns) == (1, 6)
-    assert (counters.tool_calls, counters.tool_errors) == (3, 0)
