@@ -4,8 +4,9 @@ the training run printed.
     python -m benchmarks.recipe search    # or agent, code, reasoning-gym
 
 The project is made in runs/recipe_NAME, which must not exist.  `megatron-rl` and `python` are those
-of this environment; reasoning-gym needs requirements-recipes.txt in it.  --model: a tiny model of `make-tiny-model --task chat`, which takes minutes;
-the first command then finds that it is up to date.
+of this environment; reasoning-gym needs requirements-recipes.txt in it.  --model: a tiny model of
+`make-tiny-model --task chat`, which takes minutes; the first command then finds that it is up to
+date.
 """
 
 from __future__ import annotations
