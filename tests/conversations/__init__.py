@@ -1,0 +1,1 @@
+"""Random conversations with the endpoint, and bookkeeping of their own for every sampled token."""
