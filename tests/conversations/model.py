@@ -73,7 +73,8 @@ class RandomModel:
     def __post_init__(self) -> None:
         self.answers: dict[str, Sampled] = {}
         self.hold = False
-        """Answers wait for `released`."""
+        """Answers wait for `released`, but for the next `passing` ones."""
+        self.passing = 0
         self.waiting, self.released = Event(), Event()
         self._lock = Lock()
 
@@ -96,7 +97,9 @@ class RandomModel:
             made["meta_info"]["finish_reason"] = {"type": "stop", "matched": tokens[-1]}
         with self._lock:
             self.answers[sample_id] = Sampled(tuple(prompt), tuple(tokens), logprobs, routes)
-        if self.hold:
+            self.passing -= 1
+            waits = self.hold and self.passing < 0
+        if waits:
             self.waiting.set()
             assert self.released.wait(30)
         return made

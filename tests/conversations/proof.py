@@ -79,15 +79,21 @@ class Program:
         self.go_on(await self.requests(client, requests))
 
     async def hang_up(self, client: Client) -> None:
-        """The client ends its request before it is answered, and asks again."""
-        given, settings = self.input(), {**self.settings(), "n": 1}
+        """The client ends its request before it is answered, and asks again.
+
+        Where it asked for several answers, all but one are sampled by then.
+        """
+        given, settings = self.input(), self.settings()
         model = self.model
+        model.passing = settings.get("n", 1) - 1
         model.waiting.clear()
         model.released.clear()
         model.hold = True
         asked = asyncio.create_task(client.ask(self.door, given, **settings))
         waits = asyncio.get_running_loop().run_in_executor(None, model.waiting.wait, 10)
         await asyncio.wait([asked, waits], return_when=asyncio.FIRST_COMPLETED)
+        # answers that pass arrive at the endpoint
+        await asyncio.sleep(0.05 if settings.get("n", 1) > 1 else 0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         # the endpoint sees that the connection is closed
@@ -139,7 +145,7 @@ class Program:
         settings: dict[str, Any] = {"stream": self.chance(0.3)}
         if self.door != "completions":
             settings["tools"] = self.tools
-        if self.door in ("chat", "completions") and self.chance(0.15):
+        if self.door in ("chat", "completions") and self.chance(0.2):
             settings["n"] = self.draw.randrange(2, 4)
         if self.door != "responses" and self.chance(0.25):
             settings["stops"] = self.draw.choice(STOPS)
@@ -161,6 +167,9 @@ class Program:
         self.counts["requests refused"] += sum(not answer for answer in answers)
         # a refused request samples nothing
         assert len(new) == sum(map(len, answers)), "an answer was sampled twice, or not at all"
+        if self.raw is not None:
+            inputs = {self.model.answers[name].prompt for name in new}
+            assert inputs <= {tuple(self.raw)}, "the model did not read the prompt as it was given"
         self.read |= dict.fromkeys(new, pairs[0][1].get("stops", ()))
         return self.draw.choice([answer for answer in answers if answer] or [[]])
 
