@@ -48,9 +48,9 @@ def main() -> None:
     cfg = RolloutConfig(dtype="float32", max_total_tokens=65536, max_running_requests=8)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        random_checkpoint(
-            model, vocab_size=VOCABULARY, max_position_embeddings=PROMPT + args.tokens
-        )
+        # SGLang refuses an input as long as the context
+        longest = PROMPT + args.tokens + 8
+        random_checkpoint(model, vocab_size=VOCABULARY, max_position_embeddings=longest)
         log = Path(folder) / "server.log"
         with (
             launch_server(model, cfg, log_path=log, device="cpu", seed=0, want_routes=False) as it,
@@ -71,7 +71,7 @@ def score(http: httpx.Client, tokens: list[int], k: int) -> tuple[float, float, 
     request = ScoreRequest(f"r{k}", tokens, PROMPT, VOCABULARY, k)
     count = len(tokens) - PROMPT
     began = time.perf_counter()
-    content = http.post("/generate", json=request.body()).content
+    content = http.post("/generate", json=request.body()).raise_for_status().content
     answered = time.perf_counter()
     scores = request.scores(parsed(memoryview(content)), np.arange(count))
     done = time.perf_counter()
