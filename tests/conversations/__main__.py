@@ -69,7 +69,7 @@ def converse(
     client: RolloutClient, model: RandomModel, seed: int, counts: Counter[str]
 ) -> list[str]:
     """Return the violations of one conversation."""
-    model.answers = {}
+    model.answers, model.seed = {}, seed
     program = Program(seed, model)
     token_ids = tuple(model.tokenizer.encode("hi"))
     prompt = Prompt(id=str(seed), text="hi", token_ids=token_ids, label="")

@@ -69,6 +69,8 @@ class RandomModel:
     """`sample` is the source of a FakeServer."""
 
     tokenizer: PreTrainedTokenizerFast
+    seed: int = 0
+    """Of the conversation: its answers are the same in every run, but for parallel requests."""
 
     def __post_init__(self) -> None:
         self.answers: dict[str, Sampled] = {}
@@ -76,10 +78,12 @@ class RandomModel:
         """Answers wait for `released`, but for the next `passing` ones."""
         self.passing = 0
         self.waiting, self.released = Event(), Event()
-        self._lock = Lock()
+        self._lock, self._count = Lock(), 0
 
     def sample(self, body: dict[str, Any], prompt: list[int], sample_id: str) -> dict[str, Any]:
-        seed = zlib.crc32(sample_id.encode())
+        with self._lock:
+            self._count += 1
+            seed = zlib.crc32(f"{self.seed}/{self._count}".encode())
         draw, rng = random.Random(seed), np.random.default_rng(seed)
         params = body["sampling_params"]
         params = params if isinstance(params, dict) else params[0]

@@ -275,8 +275,9 @@ async def converse(session: Any, prompt: Prompt) -> Any:
         client = Client(http, endpoint.root_url, endpoint.api_key)
         await program.run(client)
     if not program.read:
+        before = set(program.model.answers)
         await session.generate(max_tokens=1)  # an episode has at least one turn
-        program.read = dict.fromkeys(program.model.answers, ())
+        program.read = dict.fromkeys(set(program.model.answers) - before, ())
     program.counts["sequences"] += 1
     return session.finish(1.0)
 
