@@ -84,6 +84,7 @@ def converse(
             stop_token_ids=(),
         )
         rollout = group.rollouts[0]
+    # whatever an episode fails with is a violation, and the next conversations are still tried
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     finally:

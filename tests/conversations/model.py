@@ -70,7 +70,8 @@ class RandomModel:
 
     tokenizer: PreTrainedTokenizerFast
     seed: int = 0
-    """Of the conversation: its answers are the same in every run, but for parallel requests."""
+    """The seed of the conversation: its answers are the same in every run, but for the order of
+    parallel requests."""
 
     def __post_init__(self) -> None:
         self.answers: dict[str, Sampled] = {}
@@ -116,8 +117,8 @@ class RandomModel:
         text = "".join(draw.choice(TEXTS) for _ in range(draw.randrange(4)))
         if kind < 0.4:
             name = draw.choice(["search", "run", "unknown"])
-            given = draw.choice(['{"q": "x y"}', "{}", '{"q": ', "[1]", '{ "b":1,"a" : "é" }'])
-            text += f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>'
+            arguments = draw.choice(['{"q": "x y"}', "{}", '{"q": ', "[1]", '{ "b":1,"a" : "é" }'])
+            text += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
         if draw.random() < 0.3:
             text = f"<think>\n{draw.choice(TEXTS)}\n</think>\n\n{text}"
         encode = self.tokenizer.encode

@@ -65,17 +65,17 @@ class Program:
         self.go_on(await self.request(client, self.input(), self.settings()))
 
     async def ask_twice(self, client: Client) -> None:
-        given, settings = self.input(), self.settings()
-        first = await self.request(client, given, settings)
-        self.go_on(await self.request(client, given, settings) or first)
+        prompt, settings = self.input(), self.settings()
+        first = await self.request(client, prompt, settings)
+        self.go_on(await self.request(client, prompt, settings) or first)
 
     async def ask_in_parallel(self, client: Client) -> None:
         """Two requests of the same history, the second with another last message."""
-        given, settings = self.input(), self.settings()
-        other = given
+        prompt, settings = self.input(), self.settings()
+        other = prompt
         if self.raw is None:
             other = [*self.history[:-1], {"role": "user", "content": self.text() or "o"}]
-        requests = [(given, settings), (other, settings)]
+        requests = [(prompt, settings), (other, settings)]
         self.go_on(await self.requests(client, requests))
 
     async def hang_up(self, client: Client) -> None:
@@ -83,13 +83,13 @@ class Program:
 
         Where it asked for several answers, all but one are sampled by then.
         """
-        given, settings = self.input(), self.settings()
+        prompt, settings = self.input(), self.settings()
         model = self.model
         model.passing = settings.get("n", 1) - 1
         model.waiting.clear()
         model.released.clear()
         model.hold = True
-        asked = asyncio.create_task(client.ask(self.door, given, **settings))
+        asked = asyncio.create_task(client.ask(self.door, prompt, **settings))
         waits = asyncio.get_running_loop().run_in_executor(None, model.waiting.wait, 10)
         await asyncio.wait([asked, waits], return_when=asyncio.FIRST_COMPLETED)
         # answers that pass arrive at the endpoint
@@ -153,15 +153,15 @@ class Program:
             settings["limit"] = FEW_TOKENS
         return settings
 
-    async def request(self, client: Client, given: Any, settings: Any) -> list[Message]:
-        return await self.requests(client, [(given, settings)])
+    async def request(self, client: Client, prompt: Any, settings: Any) -> list[Message]:
+        return await self.requests(client, [(prompt, settings)])
 
     async def requests(self, client: Client, pairs: Sequence[Any]) -> list[Message]:
         """Send requests side by side, and note what they sampled as read."""
         before = set(self.model.answers)
         self.counts[f"requests of {self.door}"] += len(pairs)
         answers = await asyncio.gather(
-            *(client.ask(self.door, given, **settings) for given, settings in pairs)
+            *(client.ask(self.door, prompt, **settings) for prompt, settings in pairs)
         )
         new = set(self.model.answers) - before
         self.counts["requests refused"] += sum(not answer for answer in answers)

@@ -217,11 +217,12 @@ def as_blocks(history: Sequence[Message]) -> list[dict[str, Any]]:
 def as_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
-        given = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"])
     except ValueError:
-        given = None
-    given = given if isinstance(given, dict) else {"text": function["arguments"]}
-    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"text": function["arguments"]}
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
 def as_items(history: Sequence[Message]) -> list[dict[str, Any]]:

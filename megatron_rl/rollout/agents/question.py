@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long turns are, and how many of them are sampled side by side."""
+    """The limits of a request: the length of its turns, and their number."""
 
     limit: int | None = field(default=None, kw_only=True)
     """Longest turn; None: as long as the context allows."""
@@ -87,7 +87,7 @@ class Question(Limits):
 
 @dataclass(frozen=True)
 class RawQuestion(Limits):
-    """What follows prompts that are in no chat format."""
+    """The turns that continue prompts without a chat format."""
 
     input_name: ClassVar = "prompt"
 

@@ -132,7 +132,7 @@ def test_a_prompt_that_extends_an_answer_continues_its_sequence(function):
 
 
 def spelled(body, prompt, sample_id):
-    """What the tokenizer would write with one token: "<think>", letter by letter."""
+    """The text "<think>" letter by letter, which the tokenizer would write with one token."""
     tokens = np.array([*(token for letter in "<think>" for token in encode(letter)), END])
     rng = np.random.default_rng(zlib.crc32(sample_id.encode()))
     routes = random_routes(rng, len(prompt) + len(tokens) - 1)
@@ -179,10 +179,10 @@ async def asks_for_other_sequences(session, prompt):
     async with await connected(session) as client:
 
         async def ask(prompt, **settings):
-            found = await client.completions.create(
+            answer = await client.completions.create(
                 model="m", prompt=prompt, max_tokens=200, **settings
             )
-            return found
+            return answer
 
         answer = await ask("one?")
         text = f"one?{answer.choices[0].text}"
