@@ -428,7 +428,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
-body = json.loads(sys.argv[1])
+print("ready", flush=True)
+body = json.loads(sys.stdin.readline())
 minute = timedelta(seconds=60)
 store = dist.TCPStore(
     body["master_address"], body["master_port"], body["world_size"], False, minute)
@@ -437,49 +438,70 @@ store = dist.PrefixStore(name, store)
 group, _ = _new_process_group_helper(
     2, 1, [], body["backend"], store, group_name=name, timeout=minute)
 print("joined", flush=True)
-if len(sys.argv) > 2:
+if len(sys.argv) > 1:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    flat = torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
-    time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    flat = torch.zeros(int(sys.argv[1]), dtype=torch.uint8)
+    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
     group.broadcast([flat], options).wait()
     print(flat.view(torch.float32).sum().item(), flush=True)
 time.sleep(120)
 """
 
 
+class Peer:
+    """A process that has imported torch, so that it joins a group as fast as a server does."""
+
+    def __init__(self, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def join(self, body: dict) -> list:
+        self.process.stdin.write(json.dumps(body) + "\n")
+        self.process.stdin.flush()
+        return []
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 @pytest.fixture
 def start_peer():
-    """start_peer(body, *args) -> a process that has been asked to join the group."""
+    """start_peer(num_bytes, seconds_before_receiving) -> a Peer."""
     peers = []
 
-    def start(body, *args):
-        command = [sys.executable, "-c", PEER, json.dumps(body), *args]
-        peers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    def start(*args):
+        peers.append(Peer(*args))
         return peers[-1]
 
     yield start
     for peer in peers:
         peer.kill()
-        peer.wait()
+
+
+def connect_to(peer, timeout=60):
+    return connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=timeout, join=peer.join)
 
 
 @pytest.mark.parametrize("fate", ["hangs", "dies"])
 def test_a_broadcast_whose_receiver_is_gone_ends_at_the_deadline_or_before(fate, start_peer):
-    peers = []
-
-    def join(body):
-        peers.append(start_peer(body))
-        return []
-
+    peer = start_peer()
     bucket = Bucket(CPU)
     bucket.add("weight", torch.zeros(2**24), torch.float32)  # more than socket buffers hold
-    sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
-    assert peers[0].stdout.readline() == "joined\n"
+    sender = connect_to(peer)
+    assert peer.line() == "joined"
     start = time.monotonic()
     if fate == "dies":
-        peers[0].kill()
-        peers[0].wait()
+        peer.kill()
     with pytest.raises(
         BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"
     ):
@@ -492,41 +514,28 @@ def test_a_broadcast_may_take_as_long_as_a_weight_sync_although_joining_may_not(
 ):
     """On GPUs torch's watchdog would end the process when the time of the group is over."""
     monkeypatch.setattr(buckets, "CONNECT_TIMEOUT_SECONDS", 8.0)
-    peers = []
-
-    def join(body):
-        peers.append(start_peer(body, str(4 * 2**22), "12"))  # more than socket buffers hold
-        return []
-
+    peer = start_peer(str(4 * 2**22), "12")  # more than socket buffers hold
     bucket = Bucket(CPU)
     bucket.add("weight", torch.full((2**22,), 0.5), torch.float32)
-    sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
+    sender = connect_to(peer)
     sender.send(bucket.flat(), [], timeout=60)
-    assert peers[0].stdout.readline() == "joined\n"
-    assert float(peers[0].stdout.readline()) == 2**21
+    assert peer.line() == "joined"
+    assert float(peer.line()) == 2**21
     sender.close()
 
 
 def test_the_group_lives_beside_the_groups_of_a_torchrun_job(start_peer, monkeypatch):
     """torchrun sets a variable that makes torch's own rendezvous look for the agent's store."""
+    peer = start_peer(str(4 * 1000))  # a server does not run under torchrun
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    peers = []
-
-    def join(body):
-        # of this process: a server does not run under torchrun
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-        peers.append(start_peer(body, str(4 * 1000)))
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        return []
-
     bucket = Bucket(CPU)
     bucket.add("weight", torch.full((10, 100), 0.5), torch.float32)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
+        sender = connect_to(peer)
         sender.send(bucket.flat(), [], timeout=30)
-        assert peers[0].stdout.readline() == "joined\n"
-        assert float(peers[0].stdout.readline()) == 500.0
+        assert peer.line() == "joined"
+        assert float(peer.line()) == 500.0
         sender.close()
     finally:
         dist.destroy_process_group()
