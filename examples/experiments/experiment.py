@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-NAMES = ("paper_tiny", "paper_long")
+NAMES = ("paper_tiny", "paper_long", "dose_map")
 
 ENDED = ("finished", "diverged")
 """Outcomes that are results; a cell that failed or timed out is run again."""
@@ -66,10 +66,17 @@ class Experiment:
     questions: Sequence[tuple[str, Sequence[tuple[str, str]]]] = field(default=())
     """(ingredient, pairs of lines without it and with it)."""
     hypotheses: Sequence[Hypothesis] = field(default=())
+    shares: str = ""
+    """Name of the experiment whose shared settings and models this one uses; "": its own."""
 
     @property
     def folder(self) -> Path:
         return EXAMPLES / self.name
+
+    @property
+    def shared_settings(self) -> Path:
+        name = self.shares or self.name
+        return EXAMPLES / name / f"{name}.toml"
 
     def cells(
         self, tables: Sequence[str], seeds: Sequence[int], lines: Sequence[str] = ()
@@ -101,7 +108,7 @@ class Cell:
     @property
     def model(self) -> Path:
         """Return the folder with the checkpoint and prompts of its seed."""
-        return Path(f".cache/{self.experiment.name}-{self.seed}")
+        return Path(f".cache/{self.experiment.shares or self.experiment.name}-{self.seed}")
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the settings that differ from the shared ones."""

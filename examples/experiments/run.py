@@ -4,11 +4,11 @@
 [--results DIR] \
         [--section.key value ...]
 
-One SGLang server serves all cells (each pushes its own weights first); every cell is one rank,
-forked from this process so that nothing of one cell reaches the next.  A run that finishes or
-diverges is a result, and is not run again.  One that fails for another reason, or that takes too
-long, is written too (outcome), left out of the analysis, and run again the next time; its file then
-lists the earlier attempts.
+One SGLang server serves all cells of one dtype (each pushes its own weights first); every cell is
+one rank, forked from this process so that nothing of one cell reaches the next.  A run that
+finishes or diverges is a result, and is not run again.  One that fails for another reason, or that
+takes too long, is written too (outcome), left out of the analysis, and run again the next time; its
+file then lists the earlier attempts.
 """
 
 from __future__ import annotations
@@ -93,14 +93,17 @@ def run_cells(
     for cell in {cell.seed: cell for cell in todo}.values():
         make_model(cell)
     started, failed, commit = time.monotonic(), list[str](), code_version()
+    dtype = ""
     with ExitStack() as stack:
         server: Server | None = None
         for number, cell in enumerate(todo, 1):
             if time.monotonic() - started > 60 * arguments.stop_after_minutes:
                 print(f"stopped before {cell.name}: --stop-after-minutes", flush=True)
                 break
-            if server is None or server.process.poll() is not None:
-                server = stack.enter_context(start_server(cell_config(cell, overrides)))
+            needed = cell_config(cell, overrides)
+            if server is None or server.process.poll() is not None or needed.rollout.dtype != dtype:
+                stack.close()  # end the server of the earlier cells
+                server, dtype = stack.enter_context(start_server(needed)), needed.rollout.dtype
             cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
             outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
             write(results, cell, result(cell, cfg, commit, outcome, seconds))
@@ -132,8 +135,7 @@ def make_model(cell: Cell) -> None:
 
 def cell_config(cell: Cell, overrides: list[str]) -> Config:
     """Return the experiment's shared settings with the cell's and `overrides`."""
-    name = cell.experiment.name
-    return load_config(cell.experiment.folder / f"{name}.toml", overrides, cell.settings())
+    return load_config(cell.experiment.shared_settings, overrides, cell.settings())
 
 
 def start_server(cfg: Config) -> Server:
