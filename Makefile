@@ -104,8 +104,9 @@ paper-tiny paper-long: install
 		$(RUN) examples.experiments.analyse $(subst -,_,$@) && $(RUN) examples.experiments.lead_times $(subst -,_,$@) && exit $$status
 
 figures: install
-	for name in $(patsubst examples/%/results/cells,%,$(wildcard examples/*/results/cells)); do \
+	for name in paper_tiny paper_long; do \
 		$(RUN) examples.experiments.analyse $$name && $(RUN) examples.experiments.lead_times $$name || exit 1; done
+	$(RUN) examples.dose_map.map
 	$(RUN) benchmarks.exact_bias.figures
 	$(RUN) benchmarks.results quote
 

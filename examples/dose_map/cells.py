@@ -47,9 +47,9 @@ IN_PAPER_TINY = {
 
 
 class Place(NamedTuple):
-    """A square of the map: an experiment's table and line."""
+    """A square of the map: an experiment's name, table and line."""
 
-    experiment: Experiment
+    experiment: str
     table: str
     line: str
 
@@ -84,5 +84,5 @@ def place(rounding: str, updates: int, ingredient: str) -> Place:
         ingredient = "weight"
     theirs = IN_PAPER_TINY[updates]
     if rounding == FP8 and ingredient in theirs:
-        return Place(PAPER_TINY, STALENESS[updates], theirs[ingredient])
-    return Place(EXPERIMENT, f"{rounding}_n{updates}", ingredient)
+        return Place(PAPER_TINY.name, STALENESS[updates], theirs[ingredient])
+    return Place(EXPERIMENT.name, f"{rounding}_n{updates}", ingredient)
