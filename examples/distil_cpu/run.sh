@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two teachers and one student: makes three tiny models, starts a server of each teacher, and trains the student.
+# Two teachers and one student: makes three tiny models, and trains the student beside servers of the teachers.
 # `make demo-distil` calls this after installing.
 #
 #   [SEED=0] [STEPS=60] [NAME=demo-distil] [VENV=.venv] bash examples/distil_cpu/run.sh [--section.key value ...]
@@ -27,6 +27,5 @@ echo "$((SECONDS - started)) $(date +%s)" >"runs/$NAME/.model_seconds" # and whe
 
 overrides=(--run.name "$NAME" --run.seed "$SEED")
 if [[ -n "${STEPS:-}" ]]; then overrides+=(--run.num_steps "$STEPS"); fi
-exec "$VENV/bin/python" examples/distil_cpu/with_teachers.py "sums=$MODELS/sums" "flips=$MODELS/flips" -- \
-    "$VENV/bin/torchrun" --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/distil_cpu/distil.toml \
+exec "$VENV/bin/torchrun" --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/distil_cpu/distil.toml \
     "${overrides[@]}" "$@"

@@ -25,7 +25,7 @@ FREE = (
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
     "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     "rollout.allow_unproven", "rollout.verify_push*",
-    "teachers.*.urls", "teachers.*.api_key_env",
+    "teachers.*.urls", "teachers.*.api_key_env", "teachers.*.gpus", "teachers.*.server_args",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch",
     "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",

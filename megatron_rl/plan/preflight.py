@@ -27,6 +27,7 @@ from megatron_rl.models.spec import ModelSpec, hub_hint
 from megatron_rl.plan.functions import imports_of, problem_of
 from megatron_rl.plan.host import check_parsed_server_args, disk_problems, port_problems
 from megatron_rl.reward.sandbox.box import SandboxError, find_box
+from megatron_rl.rollout.server.teacher_servers import checkpoint_problems
 
 Json = dict[str, Any]
 MOST_ROWS = 10_000
@@ -63,7 +64,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
         *weight_problems(cfg.model.path),
         *function_problems(cfg),
         *sandbox_problems(cfg),
-        *server_problems(cfg),
+        *server_problems(cfg, spec.vocab_size),
         *tracker_problems(cfg),
         *resume_problems(cfg),
         *length_problems(cfg, spec),
@@ -267,8 +268,9 @@ def needs_sandbox(function: str) -> bool:
     return any(name.startswith(SANDBOX) for name in parts)
 
 
-def server_problems(cfg: Config) -> Iterator[str]:
-    """Yield why the run cannot start servers with rollout.python."""
+def server_problems(cfg: Config, vocab_size: int) -> Iterator[str]:
+    """Yield why the run cannot start servers with rollout.python, or a teacher's server."""
+    yield from checkpoint_problems(cfg, vocab_size)
     if not cfg.rollout.urls:
         try:
             check_python(cfg.rollout)

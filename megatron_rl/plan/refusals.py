@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.rules.server_gpus import check_count, check_overlap, most_on_a_rank
+from megatron_rl.config.rules.teacher_servers import check_teacher_gpus
 from megatron_rl.launch import nccl
 from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
@@ -137,6 +138,7 @@ def check_gpus(
     if has_servers:
         check_overlap(cfg.rollout, machine.ranks, machine.environ)
         check_count(cfg.rollout, machine.gpus, machine.environ)
+        check_teacher_gpus(cfg, machine.ranks, machine.gpus, machine.environ)
         if not cfg.rollout.urls and cfg.rollout.weight_sync == "distributed":
             nccl.check_nccl_of_servers(cfg.rollout.server_args, machine.environ)
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)

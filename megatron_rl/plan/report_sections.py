@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Literal
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config
+from megatron_rl.config.rules.teacher_servers import server_settings
+from megatron_rl.config.sections import Teacher
 from megatron_rl.config.sglang_settings import accepted, read_options
 from megatron_rl.launch.allocator import allocator_line
 from megatron_rl.models.cost import active_parameters
@@ -198,9 +201,14 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
     for name, teacher in cfg.teachers.with_servers.items():
         sources = ", ".join(teacher.sources) or "all of data.train"
         size = teacher_token_bytes(cfg)
+        place = (
+            f"not asked here: {', '.join(teacher.urls)}"
+            if teacher.path is None
+            else f"started by the run: {shlex.join(teacher_command(cfg, teacher))}"
+        )
         yield (
-            f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}; scores at"
-            f" most {sampled:,} sampled tokens a step, {size} bytes each"
+            f"teacher {name} of {sources}, {place}; scores at most {sampled:,} sampled tokens a"
+            f" step, {size} bytes each"
         )
     if cfg.run.device != "cpu" and cfg.rollout.weight_sync == "distributed":
         yield (
@@ -208,6 +216,16 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
             f" beside --mem-fraction-static, computed: {amount(weight_sources(cfg), 'source')} with"
             f" {assumed.communicator:g} GiB of nccl's buffers (assumed), and twice a bucket"
         )
+
+
+def teacher_command(cfg: Config, teacher: Teacher) -> list[str]:
+    """Return the command of the server that the run starts of teacher.path."""
+    assert teacher.path is not None, "a teacher with urls"
+    rollout = server_settings(teacher, cfg.rollout)
+    if is_known(teacher.path):
+        rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
+    device: Literal["cpu", "cuda"] = "cpu" if cfg.run.device == "cpu" else "cuda"
+    return server_command(teacher.path, rollout, device=device, port=0, seed=0, want_routes=False)
 
 
 def started_lines(cfg: Config) -> Iterator[str]:

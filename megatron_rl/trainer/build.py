@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +43,9 @@ from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_lay
 from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
-from megatron_rl.rollout.client.teacher_check import check_teachers
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.rollout.saved.rollout_recorder import forget_steps
-from megatron_rl.trainer.build_inference import make_inference
+from megatron_rl.trainer.build_inference import find_teachers, make_inference
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
@@ -243,9 +241,9 @@ def make_source(
             recorder=recorder,
         )
     services.meter.enter("starting or finding servers")
-    if cfg.teachers.with_servers:  # before servers are started, which takes minutes
-        check = partial(check_teachers, cfg, engine.spec, inputs.prompts.prompts)
-        log_lines(services.console, from_rank_0(check, parallel.host_group))
+    if cfg.teachers.with_servers:  # before the student's servers, which take minutes to start
+        prompts = inputs.prompts.prompts
+        cfg = find_teachers(cfg, engine.spec, parallel, prompts, stack, services.console)
     inference, leader = make_inference(cfg, services, engine, inputs.tokenizer, stack)
     services.watch(inference)
     return LiveRollouts(

@@ -26,9 +26,11 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.fit import length_problems, queue_problems
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.records import Prompt
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.teacher_check import check_teachers
 from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
@@ -43,6 +45,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.rollout.server.teacher_servers import checkpoint_problems, start_teachers
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.sync.push import WeightPusher
@@ -216,6 +219,35 @@ def make_leader(
     rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.key_variables))
     client.trace = rewards.trace = services.trace
     return Leader(client, rewards, services.recording.recorder(cfg, parallel))
+
+
+def find_teachers(
+    cfg: Config,
+    spec: ModelSpec,
+    parallel: Parallel,
+    prompts: Sequence[Prompt],
+    stack: ExitStack,
+    console: Console,
+) -> Config:
+    """Start or find the teachers' servers and check them; return the configuration with their
+    addresses.  Collective.
+    """
+
+    def find() -> tuple[dict[str, tuple[str, ...]], list[str]]:
+        if problems := list(checkpoint_problems(cfg, spec.vocab_size)):
+            raise ValueError("\n".join(problems))
+        urls = start_teachers(cfg, device_type(parallel), stack, console.log)
+        return urls, check_teachers(with_addresses(cfg, urls), spec, prompts)
+
+    urls, lines = from_rank_0(find, parallel.host_group)
+    for line in lines:
+        console.log(line)
+    return with_addresses(cfg, urls)
+
+
+def with_addresses(cfg: Config, urls: Mapping[str, tuple[str, ...]]) -> Config:
+    """Return the configuration with the addresses of the teachers in `urls`."""
+    return cfg.model_copy(update={"teachers": cfg.teachers.at(urls)})
 
 
 def make_teachers(cfg: Config, spec: ModelSpec) -> Teachers | None:

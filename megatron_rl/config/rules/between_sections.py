@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from megatron_rl.config.all_sections import AllSections
 from megatron_rl.config.rules.sft_rules import sft_problems
 from megatron_rl.config.rules.teacher_rules import teacher_problems
+from megatron_rl.config.rules.teacher_servers import started_problems
 
 
 def section_problems(cfg: AllSections) -> Iterator[str]:
     """Yield a message for every broken rule."""
     yield from sft_problems(cfg)
     yield from teacher_problems(cfg)
+    yield from started_problems(cfg)
     yield from staleness_problems(cfg)
     yield from time_problems(cfg)
     yield from lora_problems(cfg)

@@ -23,16 +23,19 @@ def teacher_problems(cfg: AllSections) -> Iterator[str]:
     if form != "token" and not cfg.teachers.with_servers:
         yield (
             f"loss.teacher_form = {form} has no effect without a teacher; add [teachers.NAME] with"
-            " urls, or remove it"
+            " urls or path, or remove it"
         )
     if not cfg.teachers.with_servers:
         if cfg.advantage.weight == 0:
             yield (
                 "advantage.weight = 0 without a teacher: nothing would be learned; set it above 0,"
-                " or add [teachers.NAME] with urls"
+                " or add [teachers.NAME] with urls or path"
             )
         for name in cfg.teachers.by_name:
-            yield f"teachers.{name} has no urls, and there is no teacher; set urls, or remove it"
+            yield (
+                f"teachers.{name} has neither urls nor path, and there is no teacher; set one of"
+                " them, or remove it"
+            )
         return
     if cfg.is_sft:
         yield "[teachers] has no effect with loss.name = sft: nothing is sampled; remove it"
@@ -65,7 +68,7 @@ def source_problems(cfg: AllSections) -> Iterator[str]:
         if source not in teacher_of and not scores_all:
             yield (
                 f"source {source!r} of data.train has no teacher: name it in the sources of one;"
-                " to learn it from rewards alone, in those of a table without urls"
+                " to learn it from rewards alone, in those of a table without urls and path"
             )
 
 

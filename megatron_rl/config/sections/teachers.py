@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, ValidationError, model_validator
@@ -16,8 +17,17 @@ class Teacher(Section):
     """One teacher."""
 
     urls: tuple[str, ...] = ()
-    """Running SGLang servers, all with this teacher's model.  Without one, its sources learn from
-    rewards alone."""
+    """Running SGLang servers, all with this teacher's model.  With neither urls nor path, its
+    sources learn from rewards alone."""
+    path: Path | None = None
+    """Checkpoint of a teacher that the run serves itself, on the machine of rank 0: one server,
+    which starts and ends with the run.  It takes rollout.python, host, max_total_tokens,
+    max_running_requests and the time limits from [rollout]."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of the server of path; unless server_args sets --tp-size, it is their number.  No
+    training rank and no other server may use them."""
+    server_args: tuple[str, ...] = ()
+    """Further options of SGLang's command line for the server of path."""
     sources: tuple[str, ...] = ()
     """Sources of data.train whose responses it scores; may be left out where it is the only
     teacher, which then scores all."""
@@ -31,6 +41,15 @@ class Teacher(Section):
     """all: it teaches every response; failures: only those with a reward below data.pass_reward."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key, e.g. TEACHER_API_KEY."""
+
+    @property
+    def is_served(self) -> bool:
+        """True if it has servers, running ones or one that the run starts."""
+        return bool(self.urls) or self.path is not None
+
+    def at(self, urls: tuple[str, ...]) -> Teacher:
+        """Return the teacher of `path` with the addresses of its running servers."""
+        return self.model_copy(update={"urls": urls, "path": None, "gpus": (), "server_args": ()})
 
     def beta_at(self, step: int) -> float:
         """Return beta in `step`, which counts from 0."""
@@ -56,10 +75,20 @@ class Teacher(Section):
             )
         if len(set(self.urls)) < len(self.urls):
             yield f"urls = {list(self.urls)}: must name every server once; remove the repeated one"
-        if not self.urls and (self.beta != 1.0 or self.beta_end is not None or self.teach != "all"):
+        if self.urls and self.path is not None:
+            yield (
+                f"urls = {list(self.urls)} with path = {self.path}: a run attaches to running"
+                " servers or starts one of path; remove one of them"
+            )
+        for key in ("gpus", "server_args"):
+            if self.path is None and (value := getattr(self, key)):
+                yield f"{key} = {list(value)} has no effect without path; set path, or remove it"
+        if not self.is_served and (
+            self.beta != 1.0 or self.beta_end is not None or self.teach != "all"
+        ):
             yield (
                 "urls = []: without a server there is no teacher, and beta, beta_end, beta_steps"
-                " and teach have no effect; set urls, or remove them"
+                " and teach have no effect; set urls or path, or remove them"
             )
 
 
@@ -87,7 +116,12 @@ class TeachersConfig(Section):
     @property
     def with_servers(self) -> dict[str, Teacher]:
         """The teachers by name."""
-        return {name: teacher for name, teacher in self.by_name.items() if teacher.urls}
+        return {name: teacher for name, teacher in self.by_name.items() if teacher.is_served}
+
+    def at(self, urls: Mapping[str, tuple[str, ...]]) -> TeachersConfig:
+        """Return the teachers, those in `urls` with the addresses of their running servers."""
+        served = {name: self.by_name[name].at(addresses) for name, addresses in urls.items()}
+        return TeachersConfig.model_validate({**self.by_name, **served})
 
     def name_for(self, source: str) -> str:
         """Return the name of the teacher that scores responses to prompts of `source`, "" where
@@ -105,8 +139,8 @@ def teacher_of(name: str, table: object) -> Teacher:
         return table
     if not isinstance(table, Mapping):
         raise ValueError(
-            f"teachers.{name} = {table!r}: must be a table; write [teachers.{name}] with urls and"
-            " sources"
+            f"teachers.{name} = {table!r}: must be a table; write [teachers.{name}] with urls or"
+            " path, and sources"
         )
     if not NAME.fullmatch(name):
         raise ValueError(

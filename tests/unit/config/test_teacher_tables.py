@@ -66,7 +66,7 @@ def test_beta_changes_linearly_and_then_stays():
         ({"urls": [URL], "beta_steps": 5}, "beta_end = None with beta_steps = 5: a schedule needs"),
         ({"urls": [URL], "api_key_env": "TEACHER"}, "must have KEY, TOKEN, SECRET or PASSWORD as"),
         ({"beta": 0.5}, "without a server there is no teacher"),
-        ({}, "teachers.math has no urls, and there is no teacher"),
+        ({}, "teachers.math has neither urls nor path"),
     ],
 )
 def test_wrong_tables_are_refused(table, message):

@@ -18,6 +18,7 @@ from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, read_assumptions
 from megatron_rl.plan.host_memory import REMEDIES, HostBytes, check_host_memory, host_bytes
 from megatron_rl.plan.phases import fullest
+from megatron_rl.plan.report_sections import server_lines
 from megatron_rl.plan.search import Search
 from megatron_rl.plan.training_time import TrainingModel
 
@@ -59,6 +60,16 @@ def test_a_teacher_of_top_k_tokens_takes_host_memory():
     text = report(top, 8)
     assert f"scores at most {sampled:,} sampled tokens a step, 118 bytes each" in text
     assert f" + teacher {sampled * 118 // 8 / GIB:.2f} + " in text
+
+
+def test_the_report_has_the_command_of_a_teacher_that_the_run_serves():
+    teacher = {"big": {"path": "qwen3-235b-a22b", "gpus": [*range(8, 16)]}}
+    cfg = config(teachers=teacher, advantage={"weight": 0.0})
+    text = "\n".join(server_lines(SPEC, cfg, Assumptions()))
+    assert "teacher big of all of data.train, started by the run: " in text
+    with pytest.raises(ValueError, match="the host of rank 0 has GPUs 0 to 7, not 8, 9, 10"):
+        report(cfg, 8)
+    assert "--model-path qwen3-235b-a22b" in text and "--tp-size 8" in text
 
 
 def test_the_host_has_routes_a_save_and_what_is_offloaded():
