@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.config.run_paths import RunFolder
 from tests.saved_run import GROUP, PROMPTS
 
 STALENESS = 2
@@ -47,7 +48,7 @@ def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]
     )
     return {
         "data": {"shuffle": False},
-        "reward": {"function": "tests.e2e.rewards:parity", "timeout_seconds": 60.0},
+        "reward": {"function": "tests.e2e.rewards:mean_code", "timeout_seconds": 60.0},
         "rollout": {
             "max_concurrency": 1, "max_response_tokens": 8, **ahead,
             "python": str(work / "server"), "num_servers": SERVERS, "max_server_restarts": 100,
@@ -77,9 +78,11 @@ def check_rollouts(run: Path, steps: int) -> dict[int, int]:
     Returns age -> tokens.
     """
     ages: dict[int, int] = defaultdict(int)
-    for replica, name in enumerate(("rollouts", "rollouts.dp1")):
+    folder = RunFolder(run)
+    for replica in range(2):
         attempts: dict[int, list[list[str]]] = defaultdict(list)
-        for line in map(json.loads, (run / f"{name}.jsonl").read_text().splitlines()):
+        files = [folder.lines_of("rollouts", step, replica) for step in range(1, steps + 1)]
+        for line in map(json.loads, "".join(file.read_text() for file in files).splitlines()):
             step = line["step"]
             if line["id"] == expected(step, replica)[0]:
                 attempts[step].append([])

@@ -69,7 +69,7 @@ def make_step(
 
 
 def sections(material: Path, work: Path, *, steps: int, **more) -> dict:
-    """Configuration of a float32 CPU run named "run" in `work`; `more` adds keys to sections."""
+    """Configuration of a float32 CPU run named "run" in `work`; `more` adds keys and sections."""
     base = {
         "run": {
             "dir": str(work), "device": "cpu", "num_steps": steps, "prompts_per_step": PROMPTS,
@@ -80,8 +80,5 @@ def sections(material: Path, work: Path, *, steps: int, **more) -> dict:
         "data": {"train": str(material / "train.jsonl"), "chat_template": False},
         "rollout": {"dtype": "float32"},
         "optim": {"lr": 1e-3, "distributed": False, "schedule": "linear", "warmup_updates": 1},
-        "parallel": {},
-        "replay": {},
-        "checkpoint": {},
     }  # fmt: skip
-    return {name: keys | more.get(name, {}) for name, keys in base.items()}
+    return {name: base.get(name, {}) | more.get(name, {}) for name in base | more}

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.metrics.sinks import read_metrics
 from tests import continuous_run
 from tests.dist.launch import run_ranks
 from tests.faults.samples import SPEC
@@ -71,4 +72,7 @@ def test_when_and_where_a_group_is_sampled_does_not_change_what_is_trained(tmp_p
     assert len(trained["synchronous"]) >= 6 and all(
         found == trained["synchronous"] for found in trained.values()
     )
+    for run in runs.values():  # otherwise equal weights would prove nothing
+        steps = [step.metrics for step in read_metrics(run / "metrics.jsonl") if step.metrics]
+        assert len(steps) == STEPS and all(step["optim/grad_norm"] > 1e-3 for step in steps)
     assert "server_restart" in (runs["a server dies"] / "events.jsonl").read_text()

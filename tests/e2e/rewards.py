@@ -1,5 +1,10 @@
-"""A reward that a random model earns half of the time, so that groups have an advantage."""
+"""Rewards that tell the responses of a random model apart, so that groups have an advantage."""
 
 
 def parity(prompt: str, response: str, label: str) -> float:
     return float(sum(map(ord, response)) % 2)
+
+
+def mean_code(prompt: str, response: str, label: str) -> float:
+    """Two different responses seldom have the same."""
+    return sum(map(ord, response)) / (100 * max(len(response), 1))
