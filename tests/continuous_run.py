@@ -6,6 +6,7 @@ tokens do, and are checked.
 """
 
 import json
+import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -18,14 +19,20 @@ from tests.saved_run import GROUP, PROMPTS
 
 STALENESS = 2
 SERVERS = 2
+SERVER = "tests.token_server"
+TAUGHT = "taught"
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_prompts(work: Path, steps: int) -> None:
     """`work`/train.jsonl: every prompt of the run is another one.
 
-    `work`/server: started in place of Python for SGLang.
+    `work`/teacher: a checkpoint without weights.  `work`/server: started in place of Python for
+    SGLang.
     """
+    (work / "teacher").mkdir()
+    for file in (work / "moe").glob("*.json"):
+        shutil.copy(file, work / "teacher")
     rows = [
         {"id": str(number), "prompt": f"{number}+1=", "label": "0"}
         for number in range((steps + STALENESS) * PROMPTS)
@@ -39,14 +46,15 @@ def make_prompts(work: Path, steps: int) -> None:
 def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]:
     """What the configuration has beside that of a run on saved rollouts.
 
-    weight_update: None for a synchronous run.
+    weight_update: None for a synchronous run.  TAUGHT drains, and has a teacher beside the rewards.
     """
-    ahead = (
-        {}
-        if weight_update is None
-        else {"max_staleness": STALENESS, "weight_update": weight_update}
-    )
+    ahead: dict[str, Any] = {}
+    if weight_update is not None:
+        update = "drain" if weight_update == TAUGHT else weight_update
+        ahead = {"max_staleness": STALENESS, "weight_update": update}
+    teacher = {"near": {"path": str(work / "teacher"), "beta": 0.1}}
     return {
+        "teachers": teacher if weight_update == TAUGHT else {},
         "data": {"shuffle": False},
         "reward": {"function": "tests.e2e.rewards:mean_code", "timeout_seconds": 60.0},
         "rollout": {
@@ -61,14 +69,23 @@ def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]
 
 
 def servers(ranks: list[int]) -> list[psutil.Process]:
-    """The servers that these ranks started and that live."""
+    """The servers that these ranks sample from and that live."""
     children = [
         child
         for rank in ranks
         if psutil.pid_exists(rank)
         for child in psutil.Process(rank).children()
     ]
-    return [child for child in children if "tests.token_server" in " ".join(child.cmdline())]
+    lines = [(child, " ".join(child.cmdline())) for child in children]
+    return [child for child, line in lines if SERVER in line and "/teacher --host" not in line]
+
+
+def left_behind(work: Path) -> list[str]:
+    """Command lines of servers of runs in `work` that live."""
+    lines = [
+        " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])
+    ]
+    return [line for line in lines if SERVER in line and str(work) in line]
 
 
 def check_rollouts(run: Path, steps: int) -> dict[int, int]:

@@ -40,6 +40,13 @@ def response(prompt: list[int], place: int) -> list[int]:
     return tokens if length == MOST_TOKENS else [*tokens[: length - 1], END]
 
 
+def score(body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a teacher."""
+    from tests.fake_teacher import honest  # takes seconds to import, and few servers are teachers
+
+    return honest(body)
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     version, model_path, start = "", "", time.time()
@@ -56,7 +63,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         if self.path == "/generate":
-            self.reply(self.generate(body) if "rid" in body else self.probe())
+            if "rid" not in body:
+                self.reply(self.probe())
+            elif "logprob_start_len" in body:
+                self.reply(score(body))
+            else:
+                self.reply(self.generate(body))
             return
         if self.path == "/abort_request":
             with Handler.lock:

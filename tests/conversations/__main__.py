@@ -57,7 +57,7 @@ def run(num: int, seed: int, formats: tuple[str, ...] = FORMATS) -> tuple[Counte
         with FakeServer("ok", source=model.sample) as server:
             client = client_of(server.url, name, tokenizer)
             for number in range(seed + index, seed + num, len(formats)):
-                texts = converse(client, model, number, counts)
+                texts = converse(client, model, Program(number, model), counts)
                 wrong += [f"{name}, seed {number}: {text}" for text in texts]
                 server.requests.clear()
                 server.served.clear()
@@ -66,13 +66,12 @@ def run(num: int, seed: int, formats: tuple[str, ...] = FORMATS) -> tuple[Counte
 
 
 def converse(
-    client: RolloutClient, model: RandomModel, seed: int, counts: Counter[str]
+    client: RolloutClient, model: RandomModel, program: Program, counts: Counter[str]
 ) -> list[str]:
     """Return the violations of one conversation."""
-    model.answers, model.seed = {}, seed
-    program = Program(seed, model)
+    model.answers, model.seed = {}, program.seed
     token_ids = tuple(model.tokenizer.encode("hi"))
-    prompt = Prompt(id=str(seed), text="hi", token_ids=token_ids, label="")
+    prompt = Prompt(id=str(program.seed), text="hi", token_ids=token_ids, label="")
     PROGRAMS[prompt.id] = program
     try:
         (group,) = client.generate(

@@ -24,7 +24,7 @@ class Program:
     """An agent whose every step is random."""
 
     def __init__(self, seed: int, model: RandomModel) -> None:
-        self.draw, self.model = random.Random(seed), model
+        self.seed, self.draw, self.model = seed, random.Random(seed), model
         self.counts: Counter[str] = Counter()
         self.read: dict[str, tuple[str, ...]] = {}
         """Sample id of each answer that was read -> the stop texts of its request."""

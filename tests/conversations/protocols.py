@@ -45,13 +45,22 @@ class Client:
         self, protocol: str, history: Sequence[Message], **settings: Any
     ) -> list[Message]:
         path, body, read = getattr(self, protocol)(history, **settings)
-        headers = {"Authorization": f"Bearer {self._key}", "x-api-key": self._key}
-        response = await self._http.post(f"{self._root}/v1/{path}", json=body, headers=headers)
+        response = await self.send("POST", path, json.dumps(body).encode())
         if response.status_code != 200:
             assert response.status_code == 400, f"{response.status_code}: {response.text}"
             self.refusals.append(response.text)
             return []
         return read(response.text)
+
+    async def send(
+        self, method: str, path: str, content: bytes, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """headers: in place of those of a client of this episode."""
+        usual = {"Authorization": f"Bearer {self._key}", "x-api-key": self._key}
+        usual |= {"Content-Type": "application/json"}
+        return await self._http.request(
+            method, f"{self._root}/v1/{path}", content=content, headers=headers or usual
+        )
 
     # Protocols: (path, body, reader of the answer) ------------------------------------------------
 
