@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.long_texts import encodable
 from megatron_rl.rollout.agents.prefill import encoded
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 from megatron_rl.rollout.agents.sequences import Answer
@@ -143,8 +144,10 @@ async def answers(session: Session, asked: Question | RawQuestion) -> AsyncItera
     the block, which writes them, ends without an error.  Raises ApiError.
     """
     try:
-        if "" in asked.stops:
-            raise ApiError(400, "stop = '': must be a text; remove it", param="stop")
+        for stop in asked.stops:
+            if not stop or encodable(stop) != stop:  # no text has a half of a surrogate pair
+                problem = f"stop = {stop!r}: must be a text of whole characters; remove it"
+                raise ApiError(400, problem, param="stop")
         with session.sequences.reading() as read:
             tasks = [asyncio.create_task(turn) for turn in asked.turns(session, read)]
             try:
