@@ -99,14 +99,19 @@ class RawQuestion(Limits):
     """The tokenizer adds its special tokens to a text that begins a sequence."""
 
     def turns(self, session: Session, answers: list[Answer]) -> list[Coroutine[None, None, Turn]]:
-        """Return what samples `n` turns for each prompt and adds them to `answers`.  Raises
-        ValueError for a token to stop at that is outside the vocabulary.
+        """Return what samples `n` turns for each prompt and adds them to `answers`.
+
+        Raises ValueError for a token to stop at that is outside the vocabulary, EpisodeError for
+        one in a prompt.
         """
         for token in self.stop_token_ids:
             if not 0 <= token < session.vocab_size:
                 raise ValueError(
                     f"stop_token_ids: {token}: the model's vocabulary has {session.vocab_size}"
                 )
+        if len(self.prompts) > 1:  # otherwise others would be sampled when one is refused
+            for prompt in self.prompts:
+                session.raw_prompts.check(prompt)
         return [
             session.raw_prompts.sample(
                 answers,

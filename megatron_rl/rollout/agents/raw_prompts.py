@@ -20,6 +20,8 @@ from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
 from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
 
 RawPrompt = str | Sequence[int]
+CHECKED = "the prompt has"
+"""How errors of token ids begin."""
 
 
 class RawPrompts:
@@ -29,6 +31,11 @@ class RawPrompts:
         self._session, self._sequences = session, sequences
         self._texts: dict[Branch, str] = {}  # up to the last turn
         self._ends: list[tuple[int, Place]] = []  # length of the text up to a place
+
+    def check(self, prompt: RawPrompt) -> None:
+        """Raise EpisodeError for token ids outside the vocabulary."""
+        if not isinstance(prompt, str):
+            self._session.check_tokens(prompt, CHECKED)
 
     async def sample(
         self,
@@ -51,7 +58,7 @@ class RawPrompts:
             prompt = encodable(prompt)
             branch = self._of_text(prompt, add_special_tokens)
         else:
-            branch = self._of_tokens(self._session.check_tokens(prompt, "the prompt has"))
+            branch = self._of_tokens(self._session.check_tokens(prompt, CHECKED))
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, partial(self._accepted, prompt)))
         answer.turn = await branch.sample(

@@ -12,7 +12,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from megatron_rl.config import AgentConfig, RolloutConfig
-from megatron_rl.rollout.agents.question import ApiError
+from megatron_rl.rollout.agents.episode import EpisodeError
+from megatron_rl.rollout.agents.question import ApiError, RawQuestion
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.text_completions import as_prompts, read_request
 from megatron_rl.rollout.client.client import RolloutClient
@@ -310,6 +311,7 @@ REFUSED = {
     "at least one token": {"prompt": ""},
     "the prompt has token id 999, the model's vocabulary has": {"prompt": [1, 999]},
     "the prompt has token id -1, the model's vocabulary has": {"prompt": [-1]},
+    "the prompt has token id 998, the model's vocabulary has": {"prompt": [[5, 9], [998]]},
     "stop_token_ids: 999: the model's vocabulary": {"extra_body": {"stop_token_ids": [999]}},
     "ignore_eos = True: is not known here": {"extra_body": {"ignore_eos": True}},
 }
@@ -327,6 +329,9 @@ async def asks_for_what_is_refused(session, prompt):
                 await create(**{"prompt": "one?", **wrong})
             named = next(iter(wrong.get("extra_body", wrong)))
             assert refusal.value.type == "invalid_request_error" and refusal.value.param == named
+        several = RawQuestion(prompts=[[5, 9], [998]])
+        with pytest.raises(EpisodeError, match="token id 998"):  # before the first one is sampled
+            several.turns(session, [])
         for longer in ("x" * 10**6, [1] * 2001):
             with pytest.raises(BadRequestError, match="more than the test allows") as full:
                 await create(prompt=longer)
