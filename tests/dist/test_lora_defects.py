@@ -1,6 +1,26 @@
 """Defects of other implementations of adapters that no other test here would show.
 
-The table in docs/guides/lora.md names the test of each of the nine.
+Nine were made here on purpose, and the test named failed, except where the list says so:
+
+- Megatron-Bridge#5634, wrong deltas of experts at etp > 1: a layer adds B A to its shard of W,
+  before any sum over ranks.  Test: referee (tests/dist/test_lora.py), tp2-ep2.
+- #5634, gradients not summed at etp > 1, or detached: A passes through core's own sum.  Test:
+  referee, tp2.
+- #5634, shared experts overlapped: refused.  Test: tests/unit/config/test_lora_rules.py.
+- #6009, copies drift with fused weight gradients: fusion is refused, and no adapter is shared by
+  experts.  Tests: the same; 20 updates below.
+- #5396, A differs on expert ranks: it is seeded by name.  Test: initial values below.
+- #5229, gradients reduced over the wrong ranks: the layout is refused with core 0.16, and adapters
+  have the groups of their weight.  Tests: tests/unit/engine/test_hf_config.py; referee, ep2.
+- miles#3232, delta counted tp times: servers get what the layer multiplies by.  Test: sent weights
+  below.
+- SkyRL#1776, rank 32 learns nothing: the same.  Tests: the same; tests/e2e/test_push_adapters.py.
+- verl#7413, seven defects in the sync to SGLang's slots: there is no such sync.  Test of targets as
+  text: targets below.  Names: exports walk the weight table, and leaving adapters among the
+  parameters broke no test.
+
+The first paragraphs of these reports were read; miles#3232 was not found, and its line follows a
+second-hand description.
 """
 
 from pathlib import Path

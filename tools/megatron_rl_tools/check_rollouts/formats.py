@@ -87,5 +87,5 @@ def detect(file: Path) -> str:
         if verl_dumps.is_text(first) or file.suffix == ".jsonl":
             return "verl"
     raise ValueError(
-        f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/other_trainers.md"
+        f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/mismatch.md"
     )
