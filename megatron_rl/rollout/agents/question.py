@@ -98,25 +98,30 @@ class RawQuestion(Limits):
     """The tokenizer adds its special tokens to a text that begins a sequence."""
 
     def turns(self, session: Session, answers: list[Answer]) -> list[Coroutine[None, None, Turn]]:
-        """Return what samples `n` turns for each prompt and adds them to `answers`.  Raises
-        ValueError for a token to stop at that is outside the vocabulary.
+        """Return what samples `n` turns for each prompt, which are added to `answers`.
+
+        Raises ValueError for a token to stop at that is outside the vocabulary, and what
+        RawPrompts.begin raises.
         """
         for token in self.stop_token_ids:
             if not 0 <= token < session.vocab_size:
                 raise ValueError(
                     f"stop_token_ids: {token}: the model's vocabulary has {session.vocab_size}"
                 )
+        # all of them first: a request with a wrong prompt samples nothing
+        begun = [
+            session.raw_prompts.begin(answers, prompt, add_special_tokens=self.add_special_tokens)
+            for prompt in self.prompts
+            for _ in range(self.n)
+        ]
         return [
             session.raw_prompts.sample(
-                answers,
-                prompt,
+                answer,
                 max_tokens=self.limit,
                 stop_token_ids=self.stop_token_ids,
                 stops=self.stops,
-                add_special_tokens=self.add_special_tokens,
             )
-            for prompt in self.prompts
-            for _ in range(self.n)
+            for answer in begun
         ]
 
 
