@@ -40,8 +40,8 @@ from tests.fake_server import VERSION, FakeServer
 NEIGHBOUR = "neighbour"
 BLOCK, AT_ONCE = 200, 8
 """Requests of an episode, and of them side by side."""
-QUESTIONS, PAUSE_SECONDS = 100, 0.01
-"""The neighbour's: most requests in a block, and the time between two."""
+PAUSE_SECONDS = 0.01
+"""Time between two requests of the neighbour."""
 DEADLINE_SECONDS = 20.0
 OPENAI_ERROR = {"message", "type", "param", "code"}
 
@@ -87,7 +87,9 @@ class FuzzedModel(RandomModel):
 class Fuzz:
     """All blocks, and their sums."""
 
-    def __init__(self) -> None:
+    def __init__(self, questions: int = 100) -> None:
+        """questions: most requests of the neighbour in a block."""
+        self.questions = questions
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.seconds: list[float] = []
@@ -231,7 +233,7 @@ class Block:
     async def ask_beside(self, http: aiohttp.ClientSession, root: str, key: str) -> None:
         """Ask as the neighbour does, until the fuzz has ended."""
         history: list[Any] = []
-        for number in range(QUESTIONS):
+        for number in range(self.fuzz.questions):
             if number % 5 == 0:
                 history = []
             history.append({"role": "user", "content": f"{NEIGHBOUR} {number}"})

@@ -33,7 +33,7 @@ asked = {}
 
 
 def test_a_fuzz_of_every_protocol_is_refused_in_its_form_and_not_learned_from():
-    fuzz = Fuzz()
+    fuzz = Fuzz(questions=20)
     fuzz.run(200, seed=0, formats=("qwen3",))
     assert not fuzz.wrong, fuzz.wrong[:3]
     assert fuzz.counts["answers with 400"] > 400 and fuzz.counts["answers with 200"] > 50
