@@ -39,6 +39,8 @@ POLL_SECONDS = 1e-6
 """Above 0, so that the event loop reads from its connections: the client may hang up while its
 answer is built."""
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -95,7 +97,7 @@ class Endpoint:
 
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-        routes = {
+        routes: dict[str, Handler] = {
             "/v1/chat/completions": partial(self._answer, completions.read_request),
             "/v1/completions": partial(self._answer, text_completions.read_request),
             "/v1/responses": self._respond,
@@ -240,9 +242,7 @@ def error_form(request: web.Request) -> Callable[[ApiError], Json]:
 
 
 @web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     in_form = error_form(request)
     try:
         return await handler(request)
