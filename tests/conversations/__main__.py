@@ -94,9 +94,13 @@ def converse(
     return list(violations(rollout, program))
 
 
-def client_of(url: str, renderer: str, tokenizer: PreTrainedTokenizerFast) -> RolloutClient:
+def client_of(
+    url: str,
+    renderer: str,
+    tokenizer: PreTrainedTokenizerFast,
+    function: str = "tests.conversations.proof:converse",
+) -> RolloutClient:
     spec = replace(SPEC, vocab_size=len(tokenizer))
-    function = "tests.conversations.proof:converse"
     agent = AgentConfig(renderer=renderer, function=function, max_turns=MOST_TURNS)
     cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
     runner = EpisodeRunner(

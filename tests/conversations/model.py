@@ -82,9 +82,7 @@ class RandomModel:
         self._lock, self._count = Lock(), 0
 
     def sample(self, body: dict[str, Any], prompt: list[int], sample_id: str) -> dict[str, Any]:
-        with self._lock:
-            self._count += 1
-            seed = zlib.crc32(f"{self.seed}/{self._count}".encode())
+        seed = self.seed_of(prompt, sample_id)
         draw, rng = random.Random(seed), np.random.default_rng(seed)
         params = body["sampling_params"]
         params = params if isinstance(params, dict) else params[0]
@@ -108,6 +106,12 @@ class RandomModel:
             self.waiting.set()
             assert self.released.wait(30)
         return made
+
+    def seed_of(self, prompt: list[int], sample_id: str) -> int:
+        """Return the seed of one answer."""
+        with self._lock:
+            self._count += 1
+            return zlib.crc32(f"{self.seed}/{self._count}".encode())
 
     def tokens(self, draw: random.Random) -> list[int]:
         """Tokens of an answer, before any end."""

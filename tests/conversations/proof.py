@@ -18,6 +18,8 @@ from tests.conversations.protocols import Client, Message
 PROTOCOLS = ("chat", "messages", "responses")
 STOPS = (("STOP",), ("P tw", "\n\n"), ("e",), ("\U0001f600",), ("zz", " "))
 FEW_TOKENS = 5
+LONG_NAME = 8 << 20
+"""Letters of a model's name, which is in every answer, so that no kernel holds the answer."""
 
 
 class Program:
@@ -53,7 +55,7 @@ class Program:
             self.protocol = self.draw.choice(PROTOCOLS)
         events = {
             self.ask: 10, self.ask_twice: 1, self.ask_in_parallel: 1, self.hang_up: 1,
-            self.edit: 1, self.compact: 0.5, self.refused: 0.5,
+            self.cut_stream: 0.7, self.edit: 1, self.compact: 0.5, self.refused: 0.5,
         }  # fmt: skip
         event = self.draw.choices(list(events), list(events.values()))[0]
         self.counts[event.__name__] += 1
@@ -103,6 +105,26 @@ class Program:
         model.waiting.set()
         await waits
         await asyncio.sleep(0.01)
+        self.go_on(await self.request(client, self.input(), self.settings()))
+
+    async def cut_stream(self, client: Client) -> None:
+        """The client reads the beginning of a stream, hangs up, and asks again.
+
+        An answer is read when all of it is written: a short one is, as the kernel holds what the
+        client leaves.  Of a long one, which no kernel holds, nothing is learned from.
+        """
+        prompt, settings = self.input(), {**self.settings(), "stream": True, "n": 1}
+        if self.door not in ("chat", "completions"):
+            del settings["n"]
+        is_long, before = self.chance(0.5), set(self.model.answers)
+        name = "m" * LONG_NAME if is_long else "m"
+        begun = await client.cut(self.door, prompt, model=name, **settings)
+        await asyncio.sleep(0.05)  # the endpoint sees that the connection is closed
+        new = set(self.model.answers) - before
+        assert len(new) == begun, "a refused request was sampled, or an answered one was not"
+        self.counts["streams cut before they were written"] += begun and is_long
+        if not is_long:
+            self.read |= dict.fromkeys(new, settings.get("stops", ()))
         self.go_on(await self.request(client, self.input(), self.settings()))
 
     async def edit(self, client: Client) -> None:

@@ -7,9 +7,12 @@ as it is; and under `ids` the tokens of its request and answer, where the protoc
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -45,22 +48,32 @@ class Client:
         self, protocol: str, history: Sequence[Message], **settings: Any
     ) -> list[Message]:
         path, body, read = getattr(self, protocol)(history, **settings)
-        response = await self.send("POST", path, json.dumps(body).encode())
+        headers = {"Authorization": f"Bearer {self._key}", "x-api-key": self._key}
+        response = await self._http.post(f"{self._root}/v1/{path}", json=body, headers=headers)
         if response.status_code != 200:
             assert response.status_code == 400, f"{response.status_code}: {response.text}"
             self.refusals.append(response.text)
             return []
         return read(response.text)
 
-    async def send(
-        self, method: str, path: str, content: bytes, headers: Mapping[str, str] | None = None
-    ) -> httpx.Response:
-        """headers: in place of those of a client of this episode."""
-        usual = {"Authorization": f"Bearer {self._key}", "x-api-key": self._key}
-        usual |= {"Content-Type": "application/json"}
-        return await self._http.request(
-            method, f"{self._root}/v1/{path}", content=content, headers=headers or usual
+    async def cut(
+        self, protocol: str, history: Sequence[Message], *, model: str, **settings: Any
+    ) -> bool:
+        """Ask, and hang up when the answer begins; return False where the request was refused."""
+        path, body, _ = getattr(self, protocol)(history, **settings)
+        content = json.dumps(body | {"model": model}).encode()
+        url, loop = urlsplit(self._root), asyncio.get_running_loop()
+        head = (
+            f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nx-api-key: {self._key}\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
         )
+        with socket.socket() as connection:
+            # the kernel holds little of what is not read
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (url.hostname, url.port))
+            await loop.sock_sendall(connection, head.encode() + content)
+            return (await loop.sock_recv(connection, 200)).startswith(b"HTTP/1.1 200")
 
     # Protocols: (path, body, reader of the answer) ------------------------------------------------
 

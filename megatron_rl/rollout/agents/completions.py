@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
@@ -66,7 +66,7 @@ class CompletionRequest(RequestFields):
 
     model: str = MODEL
     """Any name."""
-    messages: list[Json]
+    messages: Annotated[list[Json], FailFast()]
     """Text only; a developer's message is the system's where the format has no such role."""
     tools: list[Json] = Field(default_factory=list)
     """Tools of type function."""

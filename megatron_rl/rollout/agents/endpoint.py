@@ -21,13 +21,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents import completions, messages, responses, text_completions
 from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
-from megatron_rl.rollout.agents.question import ApiError, DoorRequest, answers, num_tokens
+from megatron_rl.rollout.agents.question import ApiError, DoorRequest, Json, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
 
 MESSAGES = "/v1/messages"
@@ -38,6 +38,8 @@ CLOSE_SECONDS = 1.0
 POLL_SECONDS = 1e-6
 """Above 0, so that the event loop reads from its connections: the client may hang up while its
 answer is built."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +97,26 @@ class Endpoint:
 
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", partial(self._answer, completions.read_request))
-        app.router.add_post("/v1/completions", partial(self._answer, text_completions.read_request))
-        app.router.add_post("/v1/responses", self._respond)
-        app.router.add_post(MESSAGES, partial(self._answer, messages.read_request))
-        app.router.add_post(f"{MESSAGES}/count_tokens", self._count)
+        routes: dict[str, Handler] = {
+            "/v1/chat/completions": partial(self._answer, completions.read_request),
+            "/v1/completions": partial(self._answer, text_completions.read_request),
+            "/v1/responses": self._respond,
+            MESSAGES: partial(self._answer, messages.read_request),
+            f"{MESSAGES}/count_tokens": self._count,
+        }
+        for path, handler in routes.items():
+            app.router.add_post(path, handler, expect_handler=meet_expectation)
         app.router.add_get("/v1/models", self._models)
         # handler_cancellation: where a client hangs up, or sends its request again, the first
         # request must end
+        # auto_decompress: aiohttp refuses a wrong encoding before the middleware, in no protocol's
+        # form
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_SECONDS,
         )
         await runner.setup()
         try:
@@ -172,7 +184,10 @@ class Endpoint:
 
 
 async def body_of(request: web.Request) -> object:
-    """Return the JSON of a request.  Raises ApiError where it is none."""
+    """Return the JSON of a request.  Raises ApiError where it is none, or compressed."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"Content-Encoding = {encoding!r:.40}: send the body as it is")
     try:
         return json.loads(await request.read())
     except (ValueError, RecursionError) as error:
@@ -207,11 +222,28 @@ async def write_answer(
     return response
 
 
+async def meet_expectation(request: web.Request) -> web.Response | None:
+    """Ask for the body under `Expect: 100-continue`; refuse other expectations."""
+    if request.version < HttpVersion11:
+        return None
+    value = request.headers["Expect"]
+    if value.lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # the answer itself is counted from here
+        request.writer.output_size = 0
+        return None
+    error = ApiError(417, f"Expect = {value!r:.40}: must be 100-continue; remove it")
+    return web.json_response(error_form(request)(error), status=error.status)
+
+
+def error_form(request: web.Request) -> Callable[[ApiError], Json]:
+    """Return what writes an error in the form of the request's protocol."""
+    return messages.error_body if request.path.startswith(MESSAGES) else completions.error_body
+
+
 @web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    in_form = messages.error_body if request.path.startswith(MESSAGES) else completions.error_body
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    in_form = error_form(request)
     try:
         return await handler(request)
     except ApiError as error:

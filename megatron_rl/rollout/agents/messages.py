@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
@@ -64,7 +64,7 @@ class CountRequest(RequestFields):
 
     model: str
     """Any name."""
-    messages: list[Json]
+    messages: Annotated[list[Json], FailFast()]
     """Blocks of text, tool calls, tool results (their text) and thinking. A last message of the
     assistant's is continued by the answer."""
     system: str | list[Json] = ""

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
-from megatron_rl.rollout.agents.long_texts import encodable
 from megatron_rl.rollout.agents.prefill import encoded
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 from megatron_rl.rollout.agents.sequences import Answer
@@ -99,30 +98,30 @@ class RawQuestion(Limits):
     """The tokenizer adds its special tokens to a text that begins a sequence."""
 
     def turns(self, session: Session, answers: list[Answer]) -> list[Coroutine[None, None, Turn]]:
-        """Return what samples `n` turns for each prompt and adds them to `answers`.
+        """Return what samples `n` turns for each prompt, which are added to `answers`.
 
-        Raises ValueError for a token to stop at that is outside the vocabulary, EpisodeError for
-        one in a prompt.
+        Raises ValueError for a token to stop at that is outside the vocabulary, and what
+        RawPrompts.begin raises.
         """
         for token in self.stop_token_ids:
             if not 0 <= token < session.vocab_size:
                 raise ValueError(
                     f"stop_token_ids: {token}: the model's vocabulary has {session.vocab_size}"
                 )
-        if len(self.prompts) > 1:  # otherwise others would be sampled when one is refused
-            for prompt in self.prompts:
-                session.raw_prompts.check(prompt)
+        # all of them first: a request with a wrong prompt samples nothing
+        begun = [
+            session.raw_prompts.begin(answers, prompt, add_special_tokens=self.add_special_tokens)
+            for prompt in self.prompts
+            for _ in range(self.n)
+        ]
         return [
             session.raw_prompts.sample(
-                answers,
-                prompt,
+                answer,
                 max_tokens=self.limit,
                 stop_token_ids=self.stop_token_ids,
                 stops=self.stops,
-                add_special_tokens=self.add_special_tokens,
             )
-            for prompt in self.prompts
-            for _ in range(self.n)
+            for answer in begun
         ]
 
 
@@ -149,10 +148,8 @@ async def answers(session: Session, asked: Question | RawQuestion) -> AsyncItera
     the block, which writes them, ends without an error.  Raises ApiError.
     """
     try:
-        for stop in asked.stops:
-            if not stop or encodable(stop) != stop:  # no text has a half of a surrogate pair
-                problem = f"stop = {stop!r}: must be a text of whole characters; remove it"
-                raise ApiError(400, problem, param="stop")
+        if "" in asked.stops:
+            raise ApiError(400, "stop = '': must be a text; remove it", param="stop")
         with session.sequences.reading() as read:
             tasks = [asyncio.create_task(turn) for turn in asked.turns(session, read)]
             try:

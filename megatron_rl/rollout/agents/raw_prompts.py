@@ -20,8 +20,6 @@ from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
 from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
 
 RawPrompt = str | Sequence[int]
-CHECKED = "the prompt has"
-"""How errors of token ids begin."""
 
 
 class RawPrompts:
@@ -32,36 +30,36 @@ class RawPrompts:
         self._texts: dict[Branch, str] = {}  # up to the last turn
         self._ends: list[tuple[int, Place]] = []  # length of the text up to a place
 
-    def check(self, prompt: RawPrompt) -> None:
-        """Raise EpisodeError for token ids outside the vocabulary."""
-        if not isinstance(prompt, str):
-            self._session.check_tokens(prompt, CHECKED)
-
-    async def sample(
-        self,
-        answers: list[Answer],
-        prompt: RawPrompt,
-        *,
-        max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        stops: Sequence[str] = (),
-        add_special_tokens: bool = True,
-    ) -> Turn:
-        """Sample the turn that follows `prompt`, and add it to `answers` of Sequences.reading.
+    def begin(
+        self, answers: list[Answer], prompt: RawPrompt, *, add_special_tokens: bool = True
+    ) -> Answer:
+        """Return the answer to `prompt`, which `sample` completes, and add it to `answers` of
+        Sequences.reading.
 
         add_special_tokens: the tokenizer adds its special tokens to a text that begins a sequence.
 
-        Raises what Branch.sample raises, and EpisodeError for an empty prompt and for token ids
-        outside the vocabulary.
+        Raises EpisodeError for an empty prompt and for token ids outside the vocabulary, and
+        ContextFull for one that no sequence can hold.
         """
         if isinstance(prompt, str):
             prompt = encodable(prompt)
             branch = self._of_text(prompt, add_special_tokens)
         else:
-            branch = self._of_tokens(self._session.check_tokens(prompt, CHECKED))
+            branch = self._of_tokens(self._session.check_tokens(prompt, "the prompt has"))
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, partial(self._accepted, prompt)))
-        answer.turn = await branch.sample(
+        return answer
+
+    async def sample(
+        self,
+        answer: Answer,
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
+    ) -> Turn:
+        """Sample the turn of `answer`.  Raises what Branch.sample raises."""
+        answer.turn = await answer.branch.sample(
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, stops=stops
         )
         return answer.turn

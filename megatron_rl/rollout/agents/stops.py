@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.agents.chat import Reply
+from megatron_rl.rollout.agents.long_texts import encodable
 from megatron_rl.rollout.agents.recorded import part
 
 
@@ -43,7 +44,9 @@ class Stops:
     def by_token(self) -> dict[int, str]:
         """The texts of one token, at which servers stop, by this token."""
         encode = self.tokenizer.encode
-        encoded = {text: encode(text, add_special_tokens=False) for text in self.texts}
+        # half of a surrogate pair has no tokens, and is in no text of the model
+        texts = [text for text in self.texts if encodable(text) == text]
+        encoded = {text: encode(text, add_special_tokens=False) for text in texts}
         return {int(ids[0]): text for text, ids in encoded.items() if len(ids) == 1}
 
     def cut(self, turn: Rollout) -> tuple[Rollout, Match]:

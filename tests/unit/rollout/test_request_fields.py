@@ -43,3 +43,12 @@ def test_a_refused_field_names_its_reason_and_null_is_no_value(door):
         assert checked(door, {**least, name: None}).model_dump() == fields
     for name in door.without_effect:
         assert checked(door, {**least, name: "x"}).model_dump() == fields
+
+
+@pytest.mark.parametrize("door", [CompletionRequest, MessagesRequest])
+def test_of_a_million_wrong_messages_only_the_first_is_described(door):
+    """All of them would take time in which the event loop answers nobody."""
+    least = {field: LEAST[field] for field in LEAST if field in door.model_fields}
+    with pytest.raises(ApiError) as refusal:
+        checked(door, {**least, "messages": [[]] * 1000})
+    assert refusal.value.__cause__.error_count() == 1
