@@ -32,8 +32,8 @@ from megatron_rl.rollout.agents.session import Session
 
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 16 << 20
-"""The text of millions of tokens.  Larger bodies of many small values hold the event loop for seconds
-while they are parsed."""
+"""The text of millions of tokens.  Larger bodies of many small values would hold the event loop for
+seconds while they are parsed."""
 KEY_BYTES = 32
 CLOSE_SECONDS = 1.0
 """Limit for open connections to end with the server."""
