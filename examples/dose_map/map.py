@@ -72,18 +72,21 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=EXPERIMENT.folder / "results")
     results: Path = parser.parse_args().results
     cells = Map(results)
-    text = "\n\n".join(
+    (results / "map.md").write_text(tables(cells))
+    print(tables(cells))
+    draw(cells).savefig(results / "map.png", dpi=80)
+
+
+def tables(cells: Map) -> str:
+    return "\n\n".join(
         (
             "# dose_map: tables",
             "## Reward of the last third, and runs that collapsed",
             table_of_rewards(cells),
             "## What each ingredient changes, with 95 % intervals over pairs of a seed",
-            table_of_changes(cells),
+            table_of_changes(cells) + "\n",
         )
     )
-    (results / "map.md").write_text(text + "\n")
-    print(text)
-    draw(cells).savefig(results / "map.png", dpi=80)
 
 
 def table_of_rewards(cells: Map) -> str:

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import fisher_exact, ttest_rel
 
-from examples.experiments.experiment import ENDED, NAMES, Experiment, Table, load_experiment
+from examples.experiments.experiment import ANALYSED, ENDED, Experiment, Table, load_experiment
 from megatron_rl.config.renamed import new_metric
 
 COLLAPSE_FRACTION = 0.7
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("experiment", choices=NAMES)
+    parser.add_argument("experiment", choices=ANALYSED)
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
     arguments = parser.parse_args()
     experiment = load_experiment(arguments.experiment)

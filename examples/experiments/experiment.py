@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-NAMES = ("paper_tiny", "paper_long", "dose_map")
+ANALYSED = ("paper_tiny", "paper_long")
+"""Experiments with tables of lines, curves and lead times; dose_map has a map of its own."""
+NAMES = (*ANALYSED, "dose_map")
 
 ENDED = ("finished", "diverged")
 """Outcomes that are results; a cell that failed or timed out is run again."""

@@ -36,7 +36,7 @@ from typing import Literal
 import numpy as np
 
 from examples.experiments.analyse import Run, load
-from examples.experiments.experiment import NAMES, load_experiment
+from examples.experiments.experiment import ANALYSED, load_experiment
 from examples.experiments.health_counts import health_table
 
 MOST_FALSE, LEAST_DETECTED = 0.1, 0.5
@@ -341,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("experiment", choices=NAMES)
+    parser.add_argument("experiment", choices=ANALYSED)
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
     arguments = parser.parse_args()
     experiment = load_experiment(arguments.experiment)

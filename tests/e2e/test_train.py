@@ -459,7 +459,9 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
         row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0
         for row in steps.values()
     )
-    assert steps[2]["rollout/cut_samples_total"] > 0 and steps[2]["rollout/lost_samples_total"] == 0
+    # on a busy machine the first weight syncs may come between two groups
+    assert max(row["rollout/cut_samples_total"] for row in steps.values()) > 0
+    assert all(row["rollout/lost_samples_total"] == 0 for row in steps.values())
     assert not server_processes(material) and not left_behind(tmp_path)
 
 

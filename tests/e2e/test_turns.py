@@ -5,6 +5,7 @@ sequence."""
 
 import asyncio
 import itertools
+from contextlib import ExitStack
 
 import httpx
 import numpy as np
@@ -163,22 +164,23 @@ def check_bytes_of_routes(url, version, cfg):
 
 
 @pytest.mark.slow
-def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tmp_path):
+def test_turns_on_two_servers(tiny_checkpoint, rollout_config, tmp_path):
     """Every turn on the other server than the one before, which has nothing of the episode in its
     cache.
     """
     between_turns.clear()
-    with launch_server(
-        tiny_checkpoint, rollout_config, device="cpu", log_path=tmp_path / "log", seed=1
-    ) as other:
-        assert (
-            int(server_info(sglang_server.url).weight_version)
-            == int(server_info(other.url).weight_version)
-            == 0
-        )
-        client = make_client(
-            [sglang_server.url, other.url], rollout_config.model_copy(update={"max_concurrency": 1})
-        )
+    # not the shared server, to which other tests have pushed
+    logs = [tmp_path / f"log_{seed}" for seed in range(2)]
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                launch_server(
+                    tiny_checkpoint, rollout_config, device="cpu", log_path=log, seed=seed
+                )
+            ).url
+            for seed, log in enumerate(logs)
+        ]
+        client = make_client(urls, rollout_config.model_copy(update={"max_concurrency": 1}))
         numbers = itertools.count()
         client.balancer.pick = lambda avoid, prefer: client.balancer.servers[next(numbers) % 2]
         rollouts = sample(client, 0, group_size=1)

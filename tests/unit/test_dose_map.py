@@ -108,3 +108,10 @@ def test_the_map_shows_last_thirds_collapses_and_pairs_of_a_seed(tmp_path):
     (row,) = [row for row in rows if row.startswith("| bf16 | 1 |")]
     assert row.split("|")[4:6] == [" same ", " same "]
     dose_map.draw(runs).savefig(tmp_path / "map.png", dpi=20)
+
+
+def test_the_committed_map_is_that_of_the_committed_cells():
+    results = EXPERIMENT.folder / "results"
+    cells = dose_map.Map(results)
+    assert (results / "map.md").read_text() == dose_map.tables(cells)
+    assert all(cells.runs.values()), "every square has a run"

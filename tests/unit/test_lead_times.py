@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.experiments import analyse, lead_times
-from examples.experiments.experiment import EXAMPLES, NAMES, load_experiment
+from examples.experiments.experiment import ANALYSED, EXAMPLES, load_experiment
 from examples.experiments.lead_times import (
     METRICS,
     Curves,
@@ -161,7 +161,7 @@ def lines():
     return analyse.load(EXAMPLES / "paper_tiny/results/cells", load_experiment("paper_tiny"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ANALYSED)
 def test_the_committed_tables_are_those_of_the_committed_cells(name, tmp_path, monkeypatch):
     """What `make figures` writes, all but the pictures."""
     (tmp_path / "cells").symlink_to(EXAMPLES / name / "results/cells")
@@ -180,7 +180,7 @@ def test_documents_quote_what_the_cells_give():
     """
     guide = (EXAMPLES.parent / "results/lead_times.md").read_text()
     quoted = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("|")]
-    for column, name in enumerate(NAMES, 1):
+    for column, name in enumerate(ANALYSED, 1):
         text = (EXAMPLES / name / "results/lead_times.md").read_text().replace("/", " of ")
         row = re.search(
             r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \|"
