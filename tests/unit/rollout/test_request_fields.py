@@ -47,7 +47,7 @@ def test_a_refused_field_names_its_reason_and_null_is_no_value(door):
 
 @pytest.mark.parametrize("door", [CompletionRequest, MessagesRequest])
 def test_of_a_million_wrong_messages_only_the_first_is_described(door):
-    """All of them would take time in which the event loop answers nobody."""
+    """All of them would take time in which the event loop answers no one."""
     least = {field: LEAST[field] for field in LEAST if field in door.model_fields}
     with pytest.raises(ApiError) as refusal:
         checked(door, {**least, "messages": [[]] * 1000})
