@@ -240,10 +240,12 @@ def make_source(
             tokenizer=inputs.tokenizer,
             recorder=recorder,
         )
-    services.meter.enter("starting or finding servers")
     if cfg.teachers.with_servers:  # before the student's servers, which take minutes to start
+        # a stage of its own: each of the two may take as long as the watchdog allows
+        services.meter.enter("starting or finding teachers")
         prompts = inputs.prompts.prompts
         cfg = find_teachers(cfg, engine.spec, parallel, prompts, stack, services.console)
+    services.meter.enter("starting or finding servers")
     inference, leader = make_inference(cfg, services, engine, inputs.tokenizer, stack)
     services.watch(inference)
     return LiveRollouts(

@@ -346,6 +346,28 @@ def test_rollouts_come_from_servers_or_from_a_run(monkeypatch, tmp_path, save_te
     ]
 
 
+def test_teachers_are_found_in_a_stage_of_their_own_and_their_addresses_used(monkeypatch, tmp_path):
+    calls = Calls()
+    cfg = config(tmp_path, teachers={"math": {"path": "t"}})
+    found = cfg.model_copy(update={"teachers": cfg.teachers.at({"math": ("http://a:1",)})})
+    engine = SimpleNamespace(parallel="parallel", spec="spec")
+    inputs = build.Inputs("tokenizer", SimpleNamespace(prompts=PROMPTS), {}, [])
+    shared = Recorded(calls, "services")
+    shared.meter, shared.console = Recorded(calls, "meter"), "console"
+    shared.recording = SimpleNamespace(events="events")
+    monkeypatch.setattr(build, "find_teachers", calls.note("teachers", found))
+    monkeypatch.setattr(build, "make_inference", calls.note("inference", ("inference", "leader")))
+    monkeypatch.setattr(LiveRollouts, "__post_init__", lambda self: None)
+    live = build.make_source(cfg, shared, inputs, engine, "stack", None)
+    assert live.cfg == found and [name for name, _, _ in calls] == [
+        "meter.enter", "teachers", "meter.enter", "inference", "services.watch",
+    ]  # fmt: skip
+    assert calls[1][1] == (cfg, "spec", "parallel", PROMPTS, "stack", "console")
+    assert [calls[place][1][0] for place in (0, 2, 3)] == [
+        "starting or finding teachers", "starting or finding servers", found,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("has_servers", [True, False])
 def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, device, has_servers):
