@@ -21,7 +21,7 @@ FREE = (
     "rollout.python", "rollout.api_key_env", "rollout.host", "rollout.port", "rollout.server_args",
     "rollout.max_total_tokens", "rollout.max_running_requests",
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation",
-    "agent.process_memory_gib", "agent.endpoint_host", "agent.pass_env",
+    "agent.process_memory_gib", "agent.endpoint_host", "agent.pass_env", "agent.preload",
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
     "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     "rollout.allow_unproven", "rollout.verify_push*",

@@ -4,6 +4,7 @@
     worker_process.py           serving.py                  calls and answers, over one socket
     forks.py                    serving.py serve_forks      a process that forks a worker at a time
                  protocol.py                                messages of both
+                                program.py                  a program, run in each fork
 
 A worker leads a session of its own, so that killing its process group also kills its children.
 Workers load only the standard library and the user's code: they start fast and stay small.

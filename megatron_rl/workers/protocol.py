@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ class WorkerSpec:
     """Limit of the address space of a process that answers calls, 0 = none."""
     hidden_env: tuple[str, ...] = ()
     """Environment variables that it does not get, such as keys of servers."""
+    python: str = sys.executable
+    """The Python that runs it, 3.11 or later; of this package it needs megatron_rl.workers alone.
+    """
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""A worker: `python -m megatron_rl.workers.serving one|forks LOADER ARGUMENTS MEMORY_BYTES`.
+"""A worker, as worker_process.py starts it, with one|forks LOADER ARGUMENTS MEMORY_BYTES.
 
 With `one` it makes the service, then answers the calls of protocol.py.
 

@@ -9,12 +9,12 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import megatron_rl
 from megatron_rl.workers.protocol import (
     ANSWER_BYTES,
     CallFailed,
@@ -24,6 +24,18 @@ from megatron_rl.workers.protocol import (
 )
 
 START_SECONDS = 120.0  # for the imports of users' code
+START = f"""
+import runpy, sys
+from importlib.util import module_from_spec, spec_from_file_location
+if sys.version_info < (3, 11):
+    sys.exit(f"{{sys.executable}} is Python {{sys.version.split()[0]}}: must be 3.11 or later")
+package = spec_from_file_location("megatron_rl", {megatron_rl.__file__!r})
+sys.modules["megatron_rl"] = module_from_spec(package)
+package.loader.exec_module(sys.modules["megatron_rl"])
+runpy.run_module("megatron_rl.workers.serving", run_name="__main__", alter_sys=True)
+"""
+"""Program of a worker: it finds this package in any Python, and nothing else of the trainer's
+environment."""
 EXIT_SECONDS = 1.0  # between the end of the connection and that of the process
 
 
@@ -38,7 +50,7 @@ def launch_worker(
     arguments = [mode, spec.loader, json.dumps(spec.arguments), str(spec.memory_bytes)]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.workers.serving", *arguments],
+            [spec.python, "-c", START, *arguments],
             stdin=theirs.fileno(),
             start_new_session=True,
             env={**env, "OMP_NUM_THREADS": "1"},  # many workers on the cores of the trainer

@@ -121,7 +121,7 @@ def agent_needs(agent: AgentConfig, *, is_sft: bool) -> list[Need]:
             "no agent.environment", "agent.environment",
         ),
         (
-            "agent.process_memory_gib", agent.isolation == "process",
-            "agent.isolation = thread", "agent.isolation = process",
+            "agent.process_memory_gib", agent.isolation == "process" or bool(agent.preload),
+            "agent.isolation = thread and no agent.preload", "agent.isolation = process",
         ),
     ]  # fmt: skip

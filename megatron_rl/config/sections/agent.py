@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
@@ -21,6 +21,9 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program with its arguments, in place of function, started for every episode: it talks to the
     model through an OpenAI client (docs/guides/agents.md)."""
+    preload: tuple[str, ...] = ()
+    """Modules that the Python of agent.command imports once: each episode's process is forked from
+    there, so that it starts in milliseconds.  Importing them must start no thread."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that agent.command gets although their names look like secrets."""
     # the endpoint of agent.command
@@ -38,7 +41,7 @@ class AgentConfig(Section):
     threads), or each episode's in a process of its own, which is killed with its children when the
     episode ends or a call takes too long."""
     process_memory_gib: NotNegative = 0.0
-    """Address space of such a process, in GiB; 0 = no limit."""
+    """Address space of such a process, or of one of agent.preload, in GiB; 0 = no limit."""
     step_timeout_seconds: AboveZero = 60.0
     """Time of one reset or step of agent.environment."""
     episode_timeout_seconds: AboveZero = 1800.0
@@ -85,8 +88,14 @@ class AgentConfig(Section):
                 "command needs renderer, the format of the model's chat, in which the endpoint "
                 "writes messages; set it"
             )
-        if self.pass_env and not self.command:
-            yield f"pass_env = {list(self.pass_env)} has no effect without command; remove it"
+        for key, names in (("pass_env", self.pass_env), ("preload", self.preload)):
+            if names and not self.command:
+                yield f"{key} = {list(names)} has no effect without command; remove it"
+        if self.preload and self.command and not is_python(self.command):
+            yield (
+                f"preload = {list(self.preload)} needs a command [PYTHON, FILE.py, ...], [PYTHON, "
+                f"'-m', MODULE, ...] or [PYTHON, '-c', CODE, ...], got {list(self.command)}"
+            )
         if self.history == "split" and not self.renderer:
             yield (
                 "history = 'split' has no effect without renderer: there are no messages; set "
@@ -99,3 +108,13 @@ class AgentConfig(Section):
                 f"endpoint_host = {self.endpoint_host!r}: must be an IP address of this machine, "
                 "such as 127.0.0.1"
             )
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """The command is a program that a running Python can run: FILE.py, -m MODULE or -c CODE."""
+    match list(command):
+        case [_, "-m" | "-c", _, *_]:
+            return True
+        case [_, file, *_]:
+            return file.endswith(".py")
+    return False

@@ -13,19 +13,19 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError
+from megatron_rl.rollout.agents.program_process import ProgramProcesses
 from megatron_rl.rollout.agents.session import Session
+from megatron_rl.workers.program import TAIL_BYTES
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 """Names of environment variables that a program gets only by agent.pass_env."""
-TAIL_BYTES = 1 << 16
-"""Bytes that are kept of the end of each output."""
 STDERR_LINES = 10
 END_SECONDS = 5.0
 """Limit for the pipes of an ended program to close: a process that it started may hold them."""
@@ -36,19 +36,25 @@ class CommandRollout:
     """`await rollout(session, prompt)` runs the program once."""
 
     cfg: AgentConfig
-    hidden_env: Sequence[str] = ()
+    hidden_env: Collection[str] = ()
     """Environment variables with keys of servers, which are never passed."""
+    processes: ProgramProcesses | None = None
+    """Forks that run the program under agent.preload; None: it is started for each episode."""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         access = await session.open_endpoint()
-        env = self.environment() | {
+        env = passed_variables(self.cfg, self.hidden_env) | {
             "OPENAI_BASE_URL": access.base_url,
             "OPENAI_API_KEY": access.api_key,
             "ANTHROPIC_BASE_URL": access.root_url,
             "ANTHROPIC_API_KEY": access.api_key,
         }
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
-        code, output, errors = await run_program(self.cfg.command, env, question.encode() + b"\n")
+        if self.processes is None:
+            ended = await run_program(self.cfg.command, env, question.encode() + b"\n")
+        else:
+            ended = await self.processes.run(env, question + "\n")
+        code, output, errors = ended
         if code != 0:
             if session.is_full or session.is_refused:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
@@ -58,20 +64,20 @@ class CommandRollout:
             )
         return session.finish(*read_result(output))
 
-    def environment(self) -> dict[str, str]:
-        """Return this process's variables without those that look like a secret; requests to the
-        endpoint use no proxy.
-        """
-        passed = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in self.hidden_env
-            and (name in self.cfg.pass_env or not SECRET.search(name))
-        }
-        direct = passed.get("no_proxy") or passed.get("NO_PROXY") or ""
-        if direct != "*":  # programs read either name
-            direct = ",".join(filter(None, [direct, self.cfg.endpoint_host]))
-        return passed | {"no_proxy": direct, "NO_PROXY": direct}
+
+def passed_variables(cfg: AgentConfig, hidden_env: Collection[str]) -> dict[str, str]:
+    """Return this process's variables without those that look like a secret; requests to the
+    endpoint use no proxy.
+    """
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in hidden_env and (name in cfg.pass_env or not SECRET.search(name))
+    }
+    direct = passed.get("no_proxy") or passed.get("NO_PROXY") or ""
+    if direct != "*":  # programs read either name
+        direct = ",".join(filter(None, [direct, cfg.endpoint_host]))
+    return passed | {"no_proxy": direct, "NO_PROXY": direct}
 
 
 async def run_program(

@@ -4,7 +4,7 @@ with its children when the episode ends or a call takes too long (megatron_rl/wo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +22,7 @@ LOADER = "megatron_rl.rollout.agents.environment_worker:load_environment"
 class EnvironmentProcesses(ForkingProcess):
     """A process per episode, forked from one that has imported the environment's class."""
 
-    def __init__(self, name: str, memory_bytes: int = 0, hidden_env: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, memory_bytes: int = 0, hidden_env: Collection[str] = ()) -> None:
         """name: `package.module:Class`; memory_bytes, hidden_env: see WorkerSpec."""
         super().__init__(WorkerSpec(LOADER, (name,), memory_bytes, tuple(hidden_env)))
 

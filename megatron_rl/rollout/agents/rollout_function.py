@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.command import CommandRollout
+from megatron_rl.rollout.agents.command import CommandRollout, passed_variables
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment_class
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import Episode
+from megatron_rl.rollout.agents.program_process import ProgramProcesses
 from megatron_rl.rollout.agents.session import Session
 
 RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 
 
+def user_processes(
+    cfg: AgentConfig, hidden_env: Collection[str]
+) -> EnvironmentProcesses | ProgramProcesses | None:
+    """Return the processes from which those of episodes are forked, not started yet; None where
+    there are none.
+    """
+    if cfg.preload:
+        hidden = os.environ.keys() - passed_variables(cfg, hidden_env).keys()
+        return ProgramProcesses(cfg, hidden)
+    if cfg.isolation == "process":
+        memory = int(cfg.process_memory_gib * 2**30)
+        return EnvironmentProcesses(cfg.environment, memory, hidden_env)
+    return None
+
+
 def load_function(
-    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: Sequence[str] = ()
+    cfg: AgentConfig,
+    processes: EnvironmentProcesses | ProgramProcesses | None = None,
+    hidden_env: Collection[str] = (),
 ) -> RolloutFunction:
     """Return what [agent] names as a rollout function.  Raises ValueError, naming the key, where it
     cannot be one.
 
-    processes: where environments run under agent.isolation = process.  hidden_env: the environment
-    variables with keys of servers, which a command does not get.
+    processes: those of user_processes.  hidden_env: the environment variables with keys of servers,
+    which a command does not get.
     """
     if cfg.command:
         if shutil.which(cfg.command[0]) is None:
             raise ValueError(
                 f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH"
             )
-        return CommandRollout(cfg, hidden_env)
+        assert not isinstance(processes, EnvironmentProcesses)
+        return CommandRollout(cfg, hidden_env, processes)
     module, _, attribute = cfg.name.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute)
@@ -41,6 +61,7 @@ def load_function(
             f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME"
         ) from error
     if cfg.environment:
+        assert not isinstance(processes, ProgramProcesses)
         return EnvironmentRollout(check_environment_class(loaded, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(loaded):
         raise ValueError(

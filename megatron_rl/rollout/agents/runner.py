@@ -26,8 +26,9 @@ from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped
+from megatron_rl.rollout.agents.program_process import ProgramProcesses
 from megatron_rl.rollout.agents.question import CONTEXT_FULL
-from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
 from megatron_rl.rollout.agents.sequence_limit import sequence_limit
 from megatron_rl.rollout.agents.session import Session, SessionSettings
 from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
@@ -58,12 +59,8 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    processes = None
-    if cfg.agent.isolation == "process":  # they end with the trainer
-        memory = int(cfg.agent.process_memory_gib * 2**30)
-        processes = EnvironmentProcesses(
-            cfg.agent.environment, memory, hidden_env=cfg.key_variables
-        )
+    processes = user_processes(cfg.agent, cfg.key_variables)
+    if processes is not None:  # they end with the trainer
         processes.start()
     return EpisodeRunner(
         cfg.agent,
@@ -87,8 +84,8 @@ class EpisodeRunner:
     """Further tries of an episode that failed, under agent.on_error = retry."""
     sequence_limit: tuple[int, str] | None = None
     """(tokens, setting) of the longest sequence of a session."""
-    processes: EnvironmentProcesses | None = None
-    """The processes of environments under agent.isolation = process."""
+    processes: EnvironmentProcesses | ProgramProcesses | None = None
+    """Those of user_processes."""
     hidden_env: Sequence[str] = ()
     """Environment variables with keys of servers."""
 

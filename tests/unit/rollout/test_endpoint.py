@@ -32,7 +32,7 @@ from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program, run_program
 from megatron_rl.rollout.agents.completions import chunks, read_request
 from megatron_rl.rollout.agents.question import ApiError
-from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
@@ -90,6 +90,7 @@ def client_of(server, longest=2000, **settings):
         CHAT_SPEC.vocab_size,
         cfg.max_retries,
         (longest, "the test"),
+        user_processes(agent, ["SERVERS"]),
         hidden_env=["SERVERS"],
     )
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
@@ -98,14 +99,18 @@ def client_of(server, longest=2000, **settings):
 def sample(server, function=None, max_tokens=600, **settings):
     given = {"function": f"{function.__module__}:{function.__name__}"} if function else {}
     client = client_of(server, **given, **settings)
-    groups = client.generate(
-        [PROMPT],
-        1,
-        policy_version=VERSION,
-        temperature=1.0,
-        max_tokens=max_tokens,
-        stop_token_ids=(),
-    )
+    try:
+        groups = client.generate(
+            [PROMPT],
+            1,
+            policy_version=VERSION,
+            temperature=1.0,
+            max_tokens=max_tokens,
+            stop_token_ids=(),
+        )
+    finally:
+        if client.episodes.processes is not None:
+            client.episodes.processes.close()
     return groups[0].rollouts[0], client.counters
 
 
@@ -712,9 +717,14 @@ def run_command(*command, **settings):
     return rollout
 
 
-def test_an_unmodified_program_is_trained_on(monkeypatch):
+FORKED = pytest.mark.parametrize("preload", [(), ("json",)], ids=["started", "forked"])
+"""A program is started for each episode, or forked from a process that imported its modules."""
+
+
+@FORKED
+def test_an_unmodified_program_is_trained_on(monkeypatch, preload):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    rollout = run_command(sys.executable, "examples/agents/openai_agent.py")
+    rollout = run_command(sys.executable, "examples/agents/openai_agent.py", preload=preload)
     assert (rollout.episode.reward, rollout.episode.metrics, rollout.num_turns) == (
         1.0,
         {"calls": 1},
@@ -750,39 +760,45 @@ print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
     assert run_command(sys.executable, "-c", code).episode.metrics == {direct: 1}
 
 
-def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):
+@FORKED
+def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch, preload):
     for name in ("SERVERS", "MY_TOKEN", "MY_SECRET", "ALLOWED_KEY", "PLAIN"):
         monkeypatch.setenv(name, "x")
     code = (
         CURL + 'print(json.dumps({"metrics": {n: 1 for n in os.environ if os.environ[n] == "x"}}))'
     )
-    rollout = run_command(sys.executable, "-c", code, pass_env=("ALLOWED_KEY", "SERVERS"))
+    passed = ("ALLOWED_KEY", "SERVERS")
+    rollout = run_command(sys.executable, "-c", code, pass_env=passed, preload=preload)
     assert (
         rollout.episode.metrics == {"ALLOWED_KEY": 1, "PLAIN": 1} and rollout.episode.reward is None
     )
 
 
+@FORKED
 @pytest.mark.parametrize(
     "code, why",
     [
         ("sys.exit('no such tool')", "ended with status 1.*no such tool"),
+        ("sys.exit(3)", "ended with status 3"),
+        ("1 / 0", "ended with status 1.*ZeroDivisionError"),
         ("print('{')", "last line is no JSON object"),
         ('print(json.dumps({"reward": "high"}))', "reward = 'high': must be a finite number"),
         ('print(json.dumps({"score": 1}))', "must be .*reward"),
     ],
 )
-def test_a_program_that_fails_is_a_failed_episode(code, why):
+def test_a_program_that_fails_is_a_failed_episode(code, why, preload):
     with pytest.raises(RolloutError, match=f"(?s)agent.command = .*{why}"):
-        run_command(sys.executable, "-c", CURL + code)
+        run_command(sys.executable, "-c", CURL + code, preload=preload)
 
 
-def test_a_program_that_fails_with_a_full_context_is_truncated():
+@FORKED
+def test_a_program_that_fails_with_a_full_context_is_truncated(preload):
     code = (
         CURL + 'request.data = json.dumps({"messages": [{"role": "user", "content": "x" *'
         " 3000}]}).encode()"
     )
     code += "\nurllib.request.urlopen(request)"
-    assert run_command(sys.executable, "-c", code).finish_reason == "length"
+    assert run_command(sys.executable, "-c", code, preload=preload).finish_reason == "length"
 
 
 def test_the_end_of_a_programs_outputs_is_noted():
