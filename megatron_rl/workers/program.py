@@ -47,9 +47,8 @@ class ProgramService:
             for descriptor in (1, 2)
         )
         status = run_main(argument["arguments"])
-        for thread in threading.enumerate():  # as Python does at its end
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        # as Python does at its end: it ends executors, then waits for threads that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
         return {"status": status, "output": output.end(), "errors": errors.end()}

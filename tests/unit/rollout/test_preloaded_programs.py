@@ -166,3 +166,19 @@ def test_only_a_python_program_can_be_forked(settings, why):
     with pytest.raises((ValidationError, ValueError), match=f"preload = .*{why}"):
         problems = list(AgentConfig(**settings).problems())
         raise ValueError(problems[0])
+
+
+def test_threads_that_a_program_leaves_are_waited_for():
+    """An idle executor ends; another thread may still write."""
+    code = (
+        "import threading, time; from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(1); print(pool.submit(len, 'ab').result())\n"
+        "def late():\n    time.sleep(0.3); print('late')\n"
+        "threading.Thread(target=late).start()\n"
+        "threading.Thread(target=time.sleep, args=(987,), daemon=True).start()"
+    )
+    processes = programs(sys.executable, "-c", code)
+    try:
+        assert run(processes) == (0, "2\nlate\n", "")
+    finally:
+        processes.close()
