@@ -47,7 +47,8 @@ make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 
 make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
 make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
 make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
-make test-clients  the endpoint with litellm, langgraph, pydantic-ai and others, in an environment of their own (minutes)
+make test-clients  the endpoint with litellm, langgraph, pydantic-ai, textarena, NeMo Gym and others, in environments of
+                their own (minutes)
 make test-recipes  the recipe reasoning-gym with its package, in an environment of its own (minutes; needs a C compiler)
 make rehearse   the recipes on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
 make rehearse-whole  the same with all layers (an hour)
@@ -142,6 +143,7 @@ test-trackers: install
 
 test-clients: install
 	@VENV="$(VENV)" bash tools/test_packages.sh clients tests/unit/rollout/test_client_packages.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 OWN_ENVIRONMENTS=.venv-own $(RUN) pytest tests/unit/rollout/test_own_environments.py $(PYTEST_ARGS)
 
 test-recipes: install
 	@VENV="$(VENV)" bash tools/test_packages.sh recipes tests/unit/recipes/test_reasoning_gym.py $(PYTEST_ARGS)

@@ -87,6 +87,9 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     if words == ["None"] and "null" in types:
         return key, None
     if "array" in types:
+        if len(words) == 1 and words[0].startswith(('["', "['")) and words[0].endswith("]"):
+            fix = f"write its words, {option} A B"
+            raise ConfigError(f"{option} {words[0]}: a list of a TOML file; {fix}")
         return key, words
     if "object" in types and not item:
         if len(words) % 2:

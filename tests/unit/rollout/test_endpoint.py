@@ -96,9 +96,9 @@ def client_of(server, longest=2000, **settings):
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
 
 
-def sample(server, function=None, max_tokens=600, **settings):
+def sample(server, function=None, max_tokens=600, longest=2000, **settings):
     given = {"function": f"{function.__module__}:{function.__name__}"} if function else {}
-    client = client_of(server, **given, **settings)
+    client = client_of(server, longest, **given, **settings)
     try:
         groups = client.generate(
             [PROMPT],
