@@ -19,7 +19,8 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import AgentConfig, RolloutConfig
-from megatron_rl.records import Prompt
+from megatron_rl.models.spec import ModelSizes
+from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from tests.conversations.model import FORMATS, RandomModel, universal_tokenizer
@@ -57,7 +58,7 @@ def run(num: int, seed: int, formats: tuple[str, ...] = FORMATS) -> tuple[Counte
         with FakeServer("ok", source=model.sample) as server:
             client = client_of(server.url, name, tokenizer)
             for number in range(seed + index, seed + num, len(formats)):
-                texts = converse(client, model, Program(number, model), counts)
+                texts, _ = converse(client, model, Program(number, model), counts)
                 wrong += [f"{name}, seed {number}: {text}" for text in texts]
                 server.requests.clear()
                 server.served.clear()
@@ -67,8 +68,8 @@ def run(num: int, seed: int, formats: tuple[str, ...] = FORMATS) -> tuple[Counte
 
 def converse(
     client: RolloutClient, model: RandomModel, program: Program, counts: Counter[str]
-) -> list[str]:
-    """Return the violations of one conversation."""
+) -> tuple[list[str], Rollout | None]:
+    """Return the violations of one conversation, and what is learned from it."""
     model.answers, model.seed = {}, program.seed
     token_ids = tuple(model.tokenizer.encode("hi"))
     prompt = Prompt(id=str(program.seed), text="hi", token_ids=token_ids, label="")
@@ -85,13 +86,13 @@ def converse(
         rollout = group.rollouts[0]
     # whatever an episode fails with is a violation, and the next conversations are still tried
     except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
+        return [f"{type(error).__name__}: {error}"], None
     finally:
         del PROGRAMS[prompt.id]
     counts.update(program.counts)
     counts["sequences"] += len(rollout.sequences) - program.counts["sequences"]
     counts["turns that were read"] += len(program.read)
-    return list(violations(rollout, program))
+    return list(violations(rollout, program)), rollout
 
 
 def client_of(
@@ -99,8 +100,10 @@ def client_of(
     renderer: str,
     tokenizer: PreTrainedTokenizerFast,
     function: str = "tests.conversations.proof:converse",
+    spec: ModelSizes = SPEC,
 ) -> RolloutClient:
-    spec = replace(SPEC, vocab_size=len(tokenizer))
+    if spec is SPEC:
+        spec = replace(SPEC, vocab_size=len(tokenizer))
     agent = AgentConfig(renderer=renderer, function=function, max_turns=MOST_TURNS)
     cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
     runner = EpisodeRunner(

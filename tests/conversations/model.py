@@ -59,7 +59,7 @@ class Sampled(NamedTuple):
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: np.ndarray
-    """float32, random: their first one identifies the answer in its episode."""
+    """float32, random."""
     routes: np.ndarray
     """[prompt + tokens - 1, layers, K]"""
 
@@ -82,10 +82,23 @@ class RandomModel:
         self._lock, self._count = Lock(), 0
 
     def sample(self, body: dict[str, Any], prompt: list[int], sample_id: str) -> dict[str, Any]:
+        made, sampled = self.answer(body, prompt, sample_id)
+        with self._lock:
+            self.answers[sample_id] = sampled
+            self.passing -= 1
+            waits = self.hold and self.passing < 0
+        if waits:
+            self.waiting.set()
+            assert self.released.wait(30)
+        return made
+
+    def answer(
+        self, body: dict[str, Any], prompt: list[int], sample_id: str
+    ) -> tuple[dict[str, Any], Sampled]:
+        """Return a server's answer to one prompt, and what is in it."""
         seed = self.seed_of(prompt, sample_id)
         draw, rng = random.Random(seed), np.random.default_rng(seed)
-        params = body["sampling_params"]
-        params = params if isinstance(params, dict) else params[0]
+        params = sampling_params(body)
         ends = set(params.get("stop_token_ids") or ()) | {self.tokenizer.eos_token_id}
         tokens = self.tokens(draw)
         first = next((i for i, token in enumerate(tokens) if token in ends), None)
@@ -98,14 +111,7 @@ class RandomModel:
         )
         if tokens[-1] in ends:
             made["meta_info"]["finish_reason"] = {"type": "stop", "matched": tokens[-1]}
-        with self._lock:
-            self.answers[sample_id] = Sampled(tuple(prompt), tuple(tokens), logprobs, routes)
-            self.passing -= 1
-            waits = self.hold and self.passing < 0
-        if waits:
-            self.waiting.set()
-            assert self.released.wait(30)
-        return made
+        return made, Sampled(tuple(prompt), tuple(tokens), logprobs, routes)
 
     def seed_of(self, prompt: list[int], sample_id: str) -> int:
         """Return the seed of one answer."""
@@ -129,3 +135,9 @@ class RandomModel:
         if draw.random() < 0.5:  # letter by letter: not as the tokenizer would write it
             return [token for letter in text for token in encode(letter, add_special_tokens=False)]
         return encode(text, add_special_tokens=False)
+
+
+def sampling_params(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a request's samples, which are alike."""
+    params = body["sampling_params"]
+    return params if isinstance(params, dict) else params[0]

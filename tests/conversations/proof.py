@@ -232,22 +232,31 @@ def violations(rollout: Rollout | None, program: Program) -> Iterable[str]:
     it does not learn that was read.
     """
     answers = program.model.answers
-    by_first = {float(answers[name].logprobs[0]): name for name in answers}
+    by_first: dict[float, list[str]] = {}
+    for name in answers:
+        by_first.setdefault(float(answers[name].logprobs[0]), []).append(name)
     left = dict(program.read)
     for sequence in () if rollout is None else rollout.sequences:
         done = 0
         for start, end in turns(sequence):
             logprobs = sequence.rollout_logprobs[done : done + end - start]
             done += end - start
-            name = by_first.get(float(np.float32(logprobs[0])))
-            if name is None:
+            names = by_first.get(float(np.float32(logprobs[0])))
+            if names is None:
                 yield f"tokens {start} to {end} of a sequence are no answer's"
                 continue
-            if (stops := left.pop(name, None)) is None:
-                yield f"{name}: learned twice, or not read"
+            wrong = []
+            # a served model may give two answers that begin alike
+            for name in [name for name in names if name in left]:
+                turn = turn_of(sequence, start, end, logprobs)
+                count = program.kept(name, left[name])
+                wrong = list(differences(name, turn, answers[name], count))
+                if not wrong:
+                    break
+            else:
+                yield from wrong or [f"{names}: learned twice, or not read"]
                 continue
-            turn, count = turn_of(sequence, start, end, logprobs), program.kept(name, stops)
-            yield from differences(name, turn, answers[name], count)
+            del left[name]
         if done != len(sequence.rollout_logprobs):
             yield "a sequence has log-probs of no turn"
     for name in left:

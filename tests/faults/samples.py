@@ -111,8 +111,9 @@ def cut_start(sample: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     if "routed_experts" not in (meta := sample["meta_info"]):
         return sample
     routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
-    start = body.get("routed_experts_start_len", 0) * SPEC.num_layers * SPEC.top_k
-    return with_meta(routed_experts=encode(routes[start:]))(sample)
+    rows = meta["prompt_tokens"] + len(sample["output_ids"]) - 1
+    routes = routes.reshape(rows, -1)[body.get("routed_experts_start_len", 0) :]
+    return with_meta(routed_experts=encode(routes))(sample)
 
 
 def random_routes(rng: np.random.Generator, rows: int) -> np.ndarray:
