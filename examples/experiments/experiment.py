@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 ANALYSED = ("paper_tiny", "paper_long")
-"""Experiments with tables of lines, curves and lead times; dose_map has a map of its own."""
-NAMES = (*ANALYSED, "dose_map")
+"""Experiments with tables of lines, curves and lead times; the others have tables of their own."""
+NAMES = (*ANALYSED, "dose_map", "lora_ranks")
 
 ENDED = ("finished", "diverged")
 """Outcomes that are results; a cell that failed or timed out is run again."""
