@@ -16,10 +16,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from examples.dose_map.cells import EXPERIMENT, INGREDIENTS, LABELS, ROUNDINGS, STALENESS, place
-from examples.experiments.analyse import KL, REWARD, Run, geometric, load
+from examples.experiments.analyse import KL, REWARD, geometric, interval, last_third, load
 from examples.paper_tiny.cells import EXPERIMENT as PAPER_TINY
 
 Square = tuple[str, int]
@@ -59,10 +58,6 @@ class Map:
         """Return the differences of the reward between runs of equal seeds."""
         old, new = (self.values(square, name, REWARD) for name in (before, after))
         return [new[seed] - old[seed] for seed in sorted(old.keys() & new.keys())]
-
-
-def last_third(run: Run) -> slice:
-    return slice(-max(1, len(run.curve(REWARD)) // 3), None)
 
 
 def main() -> None:
@@ -128,18 +123,6 @@ def table_of_changes(cells: Map) -> str:
             texts.append(f"{geometric(kl):.1e}" if kl else "-")
         rows.append(f"| {LABELS[square[0]]} | {square[1]} | {' | '.join(texts)} |")
     return "\n".join(rows)
-
-
-def interval(differences: list[float]) -> str:
-    """Return the mean difference, with the interval of Student's t from two pairs on."""
-    if not differences:
-        return "-"
-    mean = f"{statistics.mean(differences):+.3f}"
-    if len(differences) < 2:
-        return mean
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    half = float(student.ppf(0.975, len(differences) - 1)) * error
-    return f"{mean} +- {half:.3f}"
 
 
 def draw(cells: Map) -> Figure:

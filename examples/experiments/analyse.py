@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import fisher_exact, ttest_rel
+from scipy.stats import t as student
 
 from examples.experiments.experiment import ANALYSED, ENDED, Experiment, Table, load_experiment
 from megatron_rl.config.renamed import new_metric
@@ -82,6 +83,23 @@ class Run:
     @property
     def evals(self) -> list[tuple[int, float]]:
         return sorted((int(step), score) for step, score in self.data["eval"].items())
+
+
+def last_third(run: Run) -> slice:
+    """Return the steps of the last third of the run."""
+    return slice(-max(1, len(run.curve(REWARD)) // 3), None)
+
+
+def interval(differences: list[float]) -> str:
+    """Return the mean difference, with the interval of Student's t from two pairs on."""
+    if not differences:
+        return "-"
+    mean = f"{statistics.mean(differences):+.3f}"
+    if len(differences) < 2:
+        return mean
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    half = float(student.ppf(0.975, len(differences) - 1)) * error
+    return f"{mean} +- {half:.3f}"
 
 
 def main() -> None:

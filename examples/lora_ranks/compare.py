@@ -9,9 +9,8 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import t as student
 
-from examples.experiments.analyse import KL, REWARD, Run, load
+from examples.experiments.analyse import KL, REWARD, Run, interval, last_third, load
 from examples.lora_ranks.cells import EXPERIMENT, SEARCH_SEED, SEEDS
 
 Runs = dict[int, Run]
@@ -37,7 +36,7 @@ def tables(results: Path) -> str:
         "| trained | rate | reward | collapsed |",
         "|---|---|---|---|",
     ]
-    for (table, line), cells in runs.items():
+    for (_, line), cells in runs.items():
         if SEARCH_SEED in cells:
             run = cells[SEARCH_SEED]
             collapsed = "no" if run.collapse_step is None else f"step {run.collapse_step}"
@@ -94,19 +93,6 @@ def compared(runs: dict[tuple[str, str], Runs], table: str) -> Runs:
 
 def reward(run: Run) -> float:
     return run.share(REWARD, last_third(run))
-
-
-def last_third(run: Run) -> slice:
-    return slice(run.table.num_steps * 2 // 3, None)
-
-
-def interval(differences: list[float]) -> str:
-    """Return mean and 95 % interval."""
-    if len(differences) < 2:
-        return "".join(f"{value:+.3f}" for value in differences)
-    error = np.std(differences, ddof=1) / len(differences) ** 0.5
-    half = student.ppf(0.975, len(differences) - 1) * error
-    return f"{np.mean(differences):+.3f} +- {half:.3f}"
 
 
 if __name__ == "__main__":

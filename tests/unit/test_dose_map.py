@@ -8,6 +8,7 @@ import pytest
 
 from examples.dose_map import map as dose_map
 from examples.dose_map.cells import EXPERIMENT, INGREDIENTS, ROUNDINGS, STALENESS, place
+from examples.experiments.analyse import interval
 from examples.experiments.experiment import Cell
 from examples.experiments.run import KEPT, cell_config
 from examples.paper_tiny.cells import EXPERIMENT as PAPER_TINY
@@ -101,7 +102,7 @@ def test_the_map_shows_last_thirds_collapses_and_pairs_of_a_seed(tmp_path):
     assert dose_map.reward_text(runs, ("bf16", 8), "weight") == "0.367, 2/3"
     assert runs.differences(("bf16", 8), "weight", "clip") == pytest.approx([0.4, 0.6])
     assert dose_map.reward_text(runs, ("bf16", 4), "clip") == "-"
-    assert dose_map.interval([0.4, 0.6]) == "+0.500 +- 1.271"  # t of one degree of freedom: 12.71
+    assert interval([0.4, 0.6]) == "+0.500 +- 1.271"  # t of one degree of freedom: 12.71
     rows = dose_map.table_of_changes(runs).splitlines()
     (row,) = [row for row in rows if row.startswith("| bf16 | 8 |")]
     assert row == "| bf16 | 8 | - | +0.500 +- 1.271 | - | - | 1.0e-02 | - |"
