@@ -79,7 +79,7 @@ def best_line(runs: dict[tuple[str, str], Runs], table: str) -> str:
     searched = {
         line: reward(runs[table, line][SEARCH_SEED])
         for line in EXPERIMENT.tables[table].lines
-        if SEARCH_SEED in runs[table, line]
+        if SEARCH_SEED in runs.get((table, line), {})
     }
     return max(searched, key=lambda line: searched[line]) if searched else ""
 
