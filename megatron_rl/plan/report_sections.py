@@ -13,23 +13,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config
+from megatron_rl.config.rules.server_gpus import tensor_ranks
 from megatron_rl.config.rules.teacher_servers import server_settings
 from megatron_rl.config.sections import Teacher
 from megatron_rl.config.sglang_settings import accepted, read_options
 from megatron_rl.launch.allocator import allocator_line
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.fit import queue_bytes, queue_prompts
-from megatron_rl.models.known import is_known
+from megatron_rl.models.known import find_spec, is_known
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.grid import weight_sources
-from megatron_rl.plan.hardware import GIB, Assumptions
+from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.host_memory import host_bytes, node_text, teacher_token_bytes
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.phases import Phase, broadcast_bytes
 from megatron_rl.plan.refusals import Machine
-from megatron_rl.plan.server_time import DecodeModel, configured_servers
+from megatron_rl.plan.server_time import DecodeModel, configured_servers, score_seconds
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.server.process import server_command
 
@@ -305,6 +306,7 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
         step = None
         old_logprob, update = trainer.training()
         yield f"rollout      cannot be computed: {error}"
+    yield from score_lines(cfg, hardware, assumed, None if step is None else step.rollout.total)
     yield f"old-logprob  {seconds_text(old_logprob.total)}: {old_logprob.largest()}"
     yield f"update       {seconds_text(update.total)}: {update.largest()}"
     if step is None:
@@ -322,6 +324,28 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
             f" training: {devices} server device(s) for {trainer.world} ranks; raise"
             " rollout.num_servers or attach more servers with rollout.urls"
         )
+
+
+def score_lines(
+    cfg: Config, hardware: Hardware, assumed: Assumptions, sampling: float | None
+) -> Iterator[str]:
+    """Yield the seconds of every teacher whose server the run starts; sampling: those of a step's
+    sampling, None where they are not known.
+    """
+    for name, teacher in cfg.teachers.with_servers.items():
+        if teacher.path is None:
+            continue
+        devices = tensor_ranks(teacher.server_args) or max(1, len(teacher.gpus))
+        seconds = score_seconds(cfg, find_spec(teacher.path), devices, hardware, assumed)
+        yield (
+            f"teacher      {seconds_text(seconds)}: {name} on {amount(devices, 'device')} scores"
+            " all prompts and responses, while others are sampled"
+        )
+        if sampling is not None and seconds > sampling:
+            yield (
+                f"WARNING      teacher {name} takes {seconds / sampling:.1f} times as long as"
+                f" sampling: give it more devices (teachers.{name}.gpus)"
+            )
 
 
 def seconds_text(value: float) -> str:

@@ -175,6 +175,20 @@ class DecodeModel:
         return self.weight_bytes() + max(0.0, self.cached_tokens()) * self.cache_bytes()
 
 
+def score_seconds(
+    cfg: Config, teacher: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions
+) -> float:
+    """Return the seconds in which a teacher's server of `devices` scores a step's responses.
+
+    It is the time of the FLOPs of its products, once per prompt, because a group shares it, and
+    once per sampled token; attention is left out.
+    """
+    prompts = cfg.run.prompts_per_step
+    sampled = prompts * cfg.run.group_size * lengths_of(cfg, assumed).mean
+    tokens = prompts * assumed.mean_prompt * cfg.data.max_prompt_tokens + sampled
+    return 2 * active_parameters(teacher) * tokens / (devices * Rates(hardware, assumed).matrices)
+
+
 def latent_width(spec: ModelSpec) -> int:
     """Return how many numbers a query is multiplied with per cached token."""
     if spec.is_mla:  # every head works on the latent itself

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import memory
 from megatron_rl.plan.activations import (
@@ -15,11 +16,13 @@ from megatron_rl.plan.activations import (
     logits_bytes,
 )
 from megatron_rl.plan.dry_run import report
-from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, read_assumptions
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Rates, read_assumptions
 from megatron_rl.plan.host_memory import REMEDIES, HostBytes, check_host_memory, host_bytes
+from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.phases import fullest
-from megatron_rl.plan.report_sections import server_lines
+from megatron_rl.plan.report_sections import server_lines, time_lines
 from megatron_rl.plan.search import Search
+from megatron_rl.plan.server_time import score_seconds
 from megatron_rl.plan.training_time import TrainingModel
 
 SPEC = find_spec("qwen3-30b-a3b")
@@ -70,6 +73,32 @@ def test_the_report_has_the_command_of_a_teacher_that_the_run_serves():
     with pytest.raises(ValueError, match="the host of rank 0 has GPUs 0 to 7, not 8, 9, 10"):
         report(cfg, 8)
     assert "--model-path qwen3-235b-a22b" in text and "--tp-size 8" in text
+
+
+def test_the_report_has_the_seconds_of_a_teacher_that_the_run_serves():
+    def lines(gpus, group_size=8):
+        teacher = {"big": {"path": "qwen3-235b-a22b", "gpus": gpus}}
+        urls = [f"http://a:{number}" for number in range(1, group_size)]
+        rollout = {"urls": urls, "max_response_tokens": 32_768}
+        size = ("--run.group_size", str(group_size))
+        cfg = config(*size, teachers=teacher, advantage={"weight": 0.0}, rollout=rollout)
+        trainer = TrainingModel(SPEC, cfg, 8, H100, Assumptions())
+        return [line for line in time_lines(trainer) if "teacher" in line]
+
+    cfg, teacher = config(), find_spec("qwen3-235b-a22b")
+    seconds = score_seconds(cfg, teacher, 8, H100, Assumptions())
+    assert score_seconds(cfg, teacher, 4, H100, Assumptions()) == 2 * seconds
+    # 22 billion active parameters, two FLOPs each; the prompts count once per group
+    sampled = cfg.run.prompts_per_step * cfg.run.group_size * lengths_of(cfg, Assumptions()).mean
+    prompts = cfg.run.prompts_per_step * Assumptions().mean_prompt * 2048
+    flops = 2 * active_parameters(teacher) * (sampled + prompts)
+    assert seconds == pytest.approx(flops / 8 / Rates(H100, Assumptions()).matrices)
+    assert lines([*range(8, 16)]) == [
+        f"teacher      {seconds:8.1f} s: big on 8 devices scores all prompts and responses, while"
+        " others are sampled"
+    ]
+    few = lines([8], group_size=64)
+    assert "on 1 device scores" in few[0] and few[1].startswith("WARNING      teacher big takes ")
 
 
 def test_the_host_has_routes_a_save_and_what_is_offloaded():
