@@ -21,6 +21,9 @@ from megatron_rl.rollout.agents.fields import RequestFields, checked
 from megatron_rl.rollout.agents.question import MODEL, Json, RawQuestion
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 
+MOST_PROMPTS = 128
+"""As many as choices of a prompt: each of them samples."""
+
 
 def is_prompt(value: object) -> bool:
     """Return True for a text, and for token ids."""
@@ -35,6 +38,9 @@ def as_prompts(value: object) -> list[RawPrompt]:
     prompts = [value] if is_prompt(value) else value
     if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of either")
+    if len(prompts) > MOST_PROMPTS:
+        rule = f"{len(prompts)} prompts: a request may have {MOST_PROMPTS}"
+        raise PydanticCustomError("prompt", rule)
     return cast("list[RawPrompt]", prompts)
 
 
@@ -50,7 +56,7 @@ class TextCompletionRequest(RequestFields):
     model: str = MODEL
     """Any name."""
     prompt: Annotated[list[str | list[int]], BeforeValidator(as_prompts)]
-    """A text, token ids, or a list of either, each a sequence of its own."""
+    """A text, token ids, or a list of either (at most 128), each a sequence of its own."""
     max_tokens: Annotated[int, Field(ge=1)] = 16  # as OpenAI's API
     """16 where it is not given; at most what is left of the context."""
     n: Annotated[int, Field(ge=1, le=128)] = 1

@@ -100,7 +100,10 @@ def test_half_a_surrogate_pair_is_a_stop_text_that_no_answer_has():
 
 def test_a_request_with_one_wrong_prompt_samples_none():
     """The first one is right: it opens a connection to the server, on which no request waits."""
-    wrong = ([[5], [len(TOKENIZER)]], [[5], [-1]], [[5], [2**64]], ["a", ""], ["a", "x" * 40_000])
+    wrong = (
+        [[5], [len(TOKENIZER)]], [[5], [-1]], [[5], [2**64]], ["a", ""], ["a", "x" * 40_000],
+        ["a"] * 129,
+    )  # fmt: skip
     bodies = [{"prompt": prompts} for prompts in (["a"], *wrong)]
     answers, num = answers_to(*(("/v1/completions", body, {}) for body in bodies))
     assert [status for status, _ in answers] == [200, *[400] * len(wrong)] and num == 1
