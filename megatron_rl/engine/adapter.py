@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,22 @@ def wide(tensor: Tensor) -> Tensor:
 class Adapters:
     """The adapters of this rank's model."""
 
-    all: list[Adapter] = field(default_factory=list)
+    by_module: dict[nn.Module, dict[str, Adapter]] = field(default_factory=dict)
+    """Module -> attribute (weight, or weight0, weight1, ... of grouped experts) -> adapter."""
     enabled: bool = True
+
+    @property
+    def all(self) -> list[Adapter]:
+        return [adapter for some in self.by_module.values() for adapter in some.values()]
+
+    @contextmanager
+    def in_use(self, module: nn.Module) -> Iterator[None]:
+        """Let the module have W' under the names of its weights inside the context."""
+        if self.enabled and module in self.by_module:
+            with merged_weights(module, self.by_module[module]):
+                yield
+        else:
+            yield
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -68,6 +83,40 @@ class Adapters:
             yield
         finally:
             self.enabled = True
+
+
+@contextmanager
+def merged_weights(module: nn.Module, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+    """Replace weights by W' inside the context.  What autograd saves of W' is made again when
+    backward asks for it.
+    """
+    merged = {attribute: adapter.merged() for attribute, adapter in adapters.items()}
+    sources = {
+        tensor.untyped_storage().data_ptr(): adapters[attribute]
+        for attribute, tensor in merged.items()
+    }
+
+    def pack(tensor: Tensor) -> Any:
+        adapter = sources.get(tensor.untyped_storage().data_ptr())
+        if adapter is None:
+            return tensor
+        return adapter, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        adapter, *view = packed
+        with torch.no_grad():
+            return adapter.merged().as_strided(*view)
+
+    # an attribute of the instance hides the registered parameter
+    module.__dict__.update(merged)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for attribute in merged:
+            del module.__dict__[attribute]
 
 
 def group_of(entry: Entry, parallel: Parallel) -> dist.ProcessGroup:

@@ -3,7 +3,9 @@
 A layer multiplies by W + scale B A, rounded once to the model's dtype: the weight that servers get,
 so that adapters add nothing to the training-inference discrepancy.  The sum is made before each use
 and freed after it, so it takes the memory of one layer; backward makes it again.  The price: the
-gradient of the full weight is computed, and multiplied with A and B, as in full training.
+gradient of the full weight is computed, and multiplied with A and B, as in full training.  The
+embedding and the LM head are weights as any other, also where the fused LM head reads the weight
+(engine/output_logprobs.py).
 
 Gradients need no rule of their own in a layout.  A factor that tensor ranks hold in common passes
 through core's copy_to_tensor_model_parallel_region, whose backward sums it over these ranks; the
@@ -14,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +30,20 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.adapter import Adapter, Adapters, group_of
 from megatron_rl.engine.lora_state import base_digest, save_adapters
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.adapters import (
-    PREFIX,
-    can_have_adapter,
-    is_target,
-    unmatched_targets,
-)
-from megatron_rl.weights.hf.entries import Entry, entries, find_entry
+from megatron_rl.weights.adapters import PREFIX, can_have_adapter, is_target
+from megatron_rl.weights.hf.entries import Entry, find_entry
 from megatron_rl.weights.hf.mapping import canonical_name, to_mcore
 from megatron_rl.weights.hf.peft_reader import PeftFolder
+from megatron_rl.weights.hf.targets import check_targets
 
 logger = logging.getLogger(__name__)
 
 
 def open_peft(config: LoraConfig, spec: ModelSpec) -> PeftFolder | None:
-    """Return the adapter of lora.path, checked against the model; None without one."""
+    """Return the adapter of lora.path, checked against the model; None without one.  Raises
+    ConfigError for lora.targets that the model cannot have.
+    """
+    check_targets(config, spec)
     return None if config.path is None else PeftFolder(config.path, spec, config)
 
 
@@ -62,44 +62,37 @@ def add_adapters(
     parallel: Parallel,
     cfg: Config,
     start: PeftFolder | None = None,
-) -> Adapters | None:
-    """Freeze the chunks and give every target an adapter; return those of this rank.  None for
-    rank 0: all weights are trained.  Collective with `start`, the adapter to continue from.
+) -> Adapters:
+    """Freeze the chunks and give every target an adapter; return those of this rank.  With rank 0
+    there are none: all weights are trained.  Collective with `start`, the adapter to continue from.
 
     Call it after the weights are loaded, before DDP.  A is uniform in +-1/sqrt(in), as Kaiming's
     initialisation with slope sqrt(5) makes it, from a generator seeded by `seed` and the weight's
     name: it is the same in every layout.  B is 0, so that W' = W.
-    Raises ConfigError for a target that matches no weight of the model, and a rank that is larger
-    than a weight.
+    Raises ConfigError for a rank that is larger than a dimension of a weight.
     """
-    config = cfg.lora
+    config, adapters = cfg.lora, Adapters()
     if not config.rank:
-        return None
-    names = [e.name for e in entries(spec) if can_have_adapter(e.name, e.hf[0][1])]
-    if problem := unmatched_targets(config.targets, names):
-        raise ConfigError(problem)
+        return adapters
     if start is not None:
         dtype = next(chunks[0].parameters()).dtype
-        for note in start.check_base(base_digest(chunks, spec, parallel), dtype):
+        for note in start.check_base(base_digest(chunks, spec, parallel), dtype, cfg.model.path):
             if parallel.rank == 0:
                 logger.warning(note)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    adapters = Adapters()
     for chunk in chunks:
-        by_module: dict[nn.Module, dict[str, Adapter]] = {}
         for place in list(places(chunk, spec, parallel)):
             if is_target(place.entry.name, config.targets):
                 values = initial_values(place, parallel, spec, cfg, start)
                 adapter = make_adapter(place, parallel, config, values)
-                by_module.setdefault(place.module, {})[place.attribute] = adapter
-        for module, found in by_module.items():
-            use_merged_weights(module, found, adapters)
-            save_adapters(module, found, parallel, spec)
-            adapters.all += found.values()
+                adapters.by_module.setdefault(place.module, {})[place.attribute] = adapter
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None:
             embedding.register_forward_hook(require_gradient)
+    for module, some in adapters.by_module.items():
+        use_merged_weights(module, adapters)
+        save_adapters(module, some, parallel, spec)
     return adapters
 
 
@@ -187,53 +180,15 @@ def mark(parameter: Tensor, weight: Tensor, sharded_dim: int | None, group: Any)
 # Forward ------------------------------------------------------------------------------------------
 
 
-def use_merged_weights(
-    module: nn.Module, adapters: Mapping[str, Adapter], of_model: Adapters
-) -> None:
+def use_merged_weights(module: nn.Module, adapters: Adapters) -> None:
     """Let module.forward find W' under the names of its weights."""
     forward = module.forward
 
     def with_adapters(*inputs: Any, **kwargs: Any) -> Any:
-        if not of_model.enabled:
-            return forward(*inputs, **kwargs)
-        with merged_weights(module, adapters):
+        with adapters.in_use(module):
             return forward(*inputs, **kwargs)
 
     module.forward = with_adapters
-
-
-@contextmanager
-def merged_weights(module: nn.Module, adapters: Mapping[str, Adapter]) -> Iterator[None]:
-    """Replace weights by W' inside the context.  What autograd saves of W' is made again when
-    backward asks for it.
-    """
-    merged = {attribute: adapter.merged() for attribute, adapter in adapters.items()}
-    sources = {
-        tensor.untyped_storage().data_ptr(): adapters[attribute]
-        for attribute, tensor in merged.items()
-    }
-
-    def pack(tensor: Tensor) -> Any:
-        adapter = sources.get(tensor.untyped_storage().data_ptr())
-        if adapter is None:
-            return tensor
-        return adapter, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        adapter, *view = packed
-        with torch.no_grad():
-            return adapter.merged().as_strided(*view)
-
-    # an attribute of the instance hides the registered parameter
-    module.__dict__.update(merged)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        for attribute in merged:
-            del module.__dict__[attribute]
 
 
 def require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.adapters import can_have_adapter, is_target
-from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
+from megatron_rl.weights.hf.entries import Entry, shard_shape
+from megatron_rl.weights.hf.targets import adapted
 
 
 class AdaptedWeight(NamedTuple):
@@ -25,15 +25,15 @@ class AdaptedWeight(NamedTuple):
 
 
 def adapted_weights(
-    spec: ModelSpec, cfg: Config, layers: Sequence[int], *, te: bool
+    spec: ModelSpec, cfg: Config, places: Sequence[int | str], *, te: bool
 ) -> list[AdaptedWeight]:
-    """Return those of one rank with these layers."""
+    """Return those of one rank with these layers, and these names of weights outside of layers."""
     if not cfg.lora.rank:
         return []
     parallel = cfg.parallel
-    targets = targets_by_layer(spec, cfg.lora.targets)
+    targets = targets_by_place(spec, cfg.lora.targets)
     weights: list[AdaptedWeight] = []
-    for entry, experts in (target for layer in layers for target in targets.get(layer, ())):
+    for entry, experts in (target for place in places for target in targets.get(place, ())):
         rule = entry.rule
         if te and rule.te_kind is not None:
             rule = replace(rule, kind=rule.te_kind)
@@ -45,23 +45,21 @@ def adapted_weights(
 
 
 @lru_cache(maxsize=8)  # a planner asks for hundreds of layouts of one model
-def targets_by_layer(
+def targets_by_place(
     spec: ModelSpec, targets: tuple[str, ...]
-) -> dict[int, list[tuple[Entry, list[int]]]]:
-    """Return layer -> its weights that have an adapter: (the entry, or that of the first such
-    expert, all such experts in order).
+) -> dict[int | str, list[tuple[Entry, list[int]]]]:
+    """Return place (layer, or name outside of layers) -> its weights that have an adapter: (the
+    entry, or that of the first such expert, all such experts in order).
     """
-    by_rule: dict[tuple[int, str], tuple[Entry, list[int]]] = {}
-    for entry in entries(spec):
-        if can_have_adapter(entry.name, entry.hf[0][1]) and is_target(entry.name, targets):
-            assert entry.layer is not None, f"{entry.name} is outside the layers"
-            _, experts = by_rule.setdefault((entry.layer, entry.rule.mcore), (entry, []))
-            if entry.expert is not None:
-                experts.append(entry.expert)
-    by_layer: dict[int, list[tuple[Entry, list[int]]]] = {}
-    for (layer, _), target in by_rule.items():
-        by_layer.setdefault(layer, []).append(target)
-    return by_layer
+    by_rule: dict[tuple[int | str, str], tuple[Entry, list[int]]] = {}
+    for entry in adapted(spec, targets):
+        _, experts = by_rule.setdefault((entry.place, entry.rule.mcore), (entry, []))
+        if entry.expert is not None:
+            experts.append(entry.expert)
+    by_place: dict[int | str, list[tuple[Entry, list[int]]]] = {}
+    for (place, _), target in by_rule.items():
+        by_place.setdefault(place, []).append(target)
+    return by_place
 
 
 def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int, int]:

@@ -48,6 +48,7 @@ from tests.tiny import random_checkpoint
 
 RANK, ALPHA = 3, 6.0
 PARTS = ("self_attention.linear_", "mlp.linear_fc", "experts.linear_fc")  # shared ones too
+OUTSIDE = ("embedding.word_embeddings.weight", "output_layer.weight")
 QUICK = [
     Case("qwen3_moe", "tp2", "minirl", "R3"),
     Case("qwen3_moe", "tp2-ep2", "minirl", "R2"),
@@ -67,8 +68,16 @@ def first_b(name: str, rows: int) -> torch.Tensor:
     return torch.randn(rows, RANK, generator=generator) * 0.05
 
 
-def is_adapted(entry: Any) -> bool:
-    return len(entry.hf[0][1]) == 2 and any(part in entry.name for part in PARTS)
+def is_adapted(entry: Any, spec: Any) -> bool:
+    if len(entry.hf[0][1]) != 2:
+        return False
+    is_outside = entry.name in OUTSIDE and not spec.tie_embeddings
+    return is_outside or any(part in entry.name for part in PARTS)
+
+
+def targets_of(path: Path) -> list[str]:
+    tied = make_spec(load_hf_config(path)).tie_embeddings
+    return ["all"] if tied else ["all", "embedding", "lm_head"]
 
 
 class Folded(torch.nn.Module):
@@ -80,7 +89,7 @@ class Folded(torch.nn.Module):
         super().__init__()
         self.path, self.spec = path, make_spec(load_hf_config(path))
         self.start = load_file(path / "model.safetensors")
-        self.entries = [e for e in entries(self.spec) if is_adapted(e)]
+        self.entries = [e for e in entries(self.spec) if is_adapted(e, self.spec)]
         self.a, self.b = torch.nn.ParameterList(), torch.nn.ParameterList()
         for entry in self.entries:
             rows, width = self.whole(entry, self.start).shape
@@ -153,8 +162,8 @@ def is_new(case: Case) -> bool:
 
 
 def test_adapters_load_into_other_layouts_and_another_base_is_refused(tmp_path: Path) -> None:
-    checkpoint = random_checkpoint(tmp_path / "moe")
-    lora = {"rank": RANK}
+    checkpoint = random_checkpoint(tmp_path / "moe", vocab_size=61)  # two tensor ranks pad it
+    lora = {"rank": RANK, "targets": ["all", "embedding", "lm_head"]}
     targets = [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}]
     for name, distributed in (("plain", False), ("scattered", True)):
         optim = {"distributed": distributed}
@@ -228,7 +237,7 @@ def compare_gradients(case: Case, ranks: list[Any], expected: Outcome) -> list[s
             whole = expected.gradients[number][name]
             part = whole
             if shard["at"] is not None:
-                part = whole[shard["at"]] if name.endswith("b") else whole[:, shard["at"]]
+                part = padded(whole)[shard["at"]] if name.endswith("b") else whole[:, shard["at"]]
             error = (torch.tensor(shard["values"]) - part).norm() / whole.norm()
             if error > GRADIENT_LIMIT:
                 lines.append(f"{case} {name}: gradient {number} off by {error:.2g}")
@@ -267,7 +276,7 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
         model=model,
         optim={**adam, "clip_grad": recipe.clip_grad, **optim},
         loss={"name": case.loss},
-        lora={"rank": RANK, "alpha": ALPHA},
+        lora={"rank": RANK, "alpha": ALPHA, "targets": targets_of(root / case.family)},
         replay=case.replay,
         measure=case.family != "qwen3",
         rollout={"temperature": recipe.temperature},
@@ -304,11 +313,11 @@ def entry_of(engine: Any, adapter: Any) -> Any:
 
 def positions(engine: Any, adapter: Any) -> list[int]:
     """Which rows of B (columns of A, where W is cut by columns) of the whole this rank has: the
-    mapping is given numbers in the place of weights.
+    mapping is given numbers in the place of weights.  -1: a row of padding.
     """
     entry = entry_of(engine, adapter)
     group = engine.parallel.etp_group if entry.rule.is_expert else engine.parallel.tp_group
-    hf, start = [], 0
+    hf, start = [], 1  # padding is 0
     for _, shape in entry.hf:
         hf.append(torch.arange(start, start + shape[0] * shape[1]).view(shape))
         start += hf[-1].numel()
@@ -317,7 +326,12 @@ def positions(engine: Any, adapter: Any) -> list[int]:
     if entry.rule.kind == "row":
         whole, shard = whole.T, shard.T
     place = {number: index for index, number in enumerate(whole[:, 0].tolist())}
-    return [place[number] for number in shard[:, 0].tolist()]
+    return [place.get(number, -1) for number in shard[:, 0].tolist()]
+
+
+def padded(whole: torch.Tensor) -> torch.Tensor:
+    """Rows of padding, at index -1, have neither values nor gradients."""
+    return torch.cat([whole, whole.new_zeros(1, whole.shape[1])])
 
 
 @torch.no_grad()
@@ -326,7 +340,7 @@ def set_b(engine: Any) -> None:
         entry = entry_of(engine, adapter)
         whole = first_b(adapter.name, sum(shape[0] for _, shape in entry.hf))
         if entry.rule.kind != "row":
-            whole = whole[positions(engine, adapter)]
+            whole = padded(whole)[positions(engine, adapter)]
         adapter.b.copy_(whole)
     # an optimizer with copies of its own takes them from the parameters
     for optimizer in engine.optimizer.core.chained_optimizers:
@@ -357,14 +371,15 @@ def compare_with_base(checkpoint: Path) -> None:
     from tests.dist.test_engine import one_update
 
     dist.init_process_group("gloo")
-    for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"})):
+    fused = {"fused_lm_head": True}
+    for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"}), ({"tp": 2}, fused)):
         found = {}
         for rank in (0, RANK):
             engine = make_engine(
                 checkpoint,
                 parallel=parallel,
                 model=model,
-                lora={"rank": rank, "rslora": True},
+                lora={"rank": rank, "rslora": True, "targets": ["all", "embedding", "lm_head"]},
                 loss={"kl_coef": 0.1},
             )
             first = engine.old_logprobs(random_batch(engine), MetricSums(), replay="R3")

@@ -35,7 +35,7 @@ from tests.dist.launch import run_ranks
 from tests.dist.test_lora import check_copies
 from tests.families import family_checkpoint
 
-LORA = {"rank": 3, "alpha": 6.0}
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["all", "embedding", "lm_head"]}
 LAYOUTS: list[dict[str, Any]] = [
     {"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "vp": 2},
 ]  # fmt: skip

@@ -24,8 +24,9 @@ class LoraConfig(Section):
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
     """Weights with an adapter: attention, mlp (dense layers), experts (one adapter each),
-    shared_experts, all (these four), or Megatron's names of modules (linear_qkv, linear_proj,
-    linear_fc1, ...).  Routers, norms, embedding and LM head stay as they are."""
+    shared_experts, all (these four), embedding, lm_head (neither where the two are tied), or
+    Megatron's names of modules (linear_qkv, linear_proj, linear_fc1, ...).  Routers and norms stay
+    as they are."""
 
     path: Path | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) whose A and B to

@@ -40,6 +40,11 @@ class Entry:
         return replace(self, rule=replace(self.rule, kind=self.rule.te_kind))
 
     @property
+    def place(self) -> int | str:
+        """The layer, or the name of a parameter outside of layers: it decides the stage."""
+        return self.name if self.layer is None else self.layer
+
+    @property
     def hf_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.hf)
 

@@ -27,8 +27,8 @@ def layer():
     a, b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(6, 2))
     adapter = Adapter("w", module.weight, a, b, 0.5, None, None)
     module.weight.adapter = adapter
-    switch = Adapters([adapter])
-    use_merged_weights(module, {"weight": adapter}, switch)
+    switch = Adapters({module: {"weight": adapter}})
+    use_merged_weights(module, switch)
     return module, adapter, switch
 
 
