@@ -22,8 +22,8 @@ class Adapter:
     (arXiv 2106.09685, Eq. 3).
     """
 
-    name: str
-    """Canonical name of the weight (weights/hf/mapping.py)."""
+    entry: Entry
+    """Entry of the weight; of a pair that experts share, without their number."""
     weight: nn.Parameter
     """W [o, i]; frozen."""
     a: nn.Parameter
@@ -37,17 +37,23 @@ class Adapter:
     summed_b: dist.ProcessGroup | None
     """The same for B, where W is sharded by columns."""
 
-    def merged(self) -> Tensor:
-        """Return W' [o, i], computed in at least float32 and rounded once to W's dtype.
-
-        Differentiable in A and B.
-        """
+    def product(self) -> Tensor:
+        """Return B A [o, i] in at least float32, differentiable in A and B."""
         a, b = wide(self.a), wide(self.b)
         if self.summed_a is not None:
             a = copy_to_tensor_model_parallel_region(a, self.summed_a)
         if self.summed_b is not None:
             b = copy_to_tensor_model_parallel_region(b, self.summed_b)
-        return torch.add(wide(self.weight.detach()), b @ a, alpha=self.scale).to(self.weight.dtype)
+        return b @ a
+
+    def merged(self, product: Tensor | None = None) -> Tensor:
+        """Return W' [o, i], computed in at least float32 and rounded once to W's dtype.
+
+        product: B A, where another adapter has made it.
+        """
+        product = self.product() if product is None else product
+        merged = torch.add(wide(self.weight.detach()), product, alpha=self.scale)
+        return merged.to(self.weight.dtype)
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -90,14 +96,14 @@ def merged_weights(module: nn.Module, adapters: Mapping[str, Adapter]) -> Iterat
     """Replace weights by W' inside the context.  What autograd saves of W' is made again when
     backward asks for it.
     """
-    merged = {attribute: adapter.merged() for attribute, adapter in adapters.items()}
+    merged = merge(adapters)
+    # not data_ptr, which is 0 for every tensor of a rehearsal
     sources = {
-        tensor.untyped_storage().data_ptr(): adapters[attribute]
-        for attribute, tensor in merged.items()
+        tensor.untyped_storage()._cdata: adapters[attribute] for attribute, tensor in merged.items()
     }
 
     def pack(tensor: Tensor) -> Any:
-        adapter = sources.get(tensor.untyped_storage().data_ptr())
+        adapter = sources.get(tensor.untyped_storage()._cdata)
         if adapter is None:
             return tensor
         return adapter, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -119,6 +125,21 @@ def merged_weights(module: nn.Module, adapters: Mapping[str, Adapter]) -> Iterat
             del module.__dict__[attribute]
 
 
+def merge(adapters: Mapping[str, Adapter]) -> dict[str, Tensor]:
+    """Return W' of each attribute.  Grouped experts that share a pair share the product B A, so
+    that their gradients are summed in its dtype.
+    """
+    merged: dict[str, Tensor] = {}
+    product: Tensor | None = None
+    factor: nn.Parameter | None = None
+    for attribute, adapter in adapters.items():
+        if adapter.b is not factor:
+            product = None  # free one before the next is made
+            product, factor = adapter.product(), adapter.b
+        merged[attribute] = adapter.merged(product)
+    return merged
+
+
 def group_of(entry: Entry, parallel: Parallel) -> dist.ProcessGroup:
-    """Return the ranks among which a weight is sharded."""
+    """Return the ranks among which a weight, or a pair that experts share, is sharded."""
     return parallel.etp_group if entry.rule.is_expert else parallel.tp_group

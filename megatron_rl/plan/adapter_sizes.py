@@ -18,10 +18,13 @@ class AdaptedWeight(NamedTuple):
     """One rank's shard of a weight that has an adapter; the experts of a layer are one entry."""
 
     is_expert: bool
+    """A and B belong to an expert; False also for a pair that experts share."""
     rows: int
     columns: int
     num_weights: int
     """Number of weights of this shape: the rank's experts that have an adapter, else 1."""
+    num_pairs: int
+    """Number of pairs A, B of these weights."""
 
 
 def adapted_weights(
@@ -40,7 +43,10 @@ def adapted_weights(
         size = parallel.expert_tp if rule.is_expert else parallel.tp
         rows, columns = shard_shape(replace(entry, rule=rule), size)
         count = bisect_left(experts, spec.num_experts // parallel.ep) if rule.is_expert else 1
-        weights.append(AdaptedWeight(rule.is_expert, rows, columns, count))
+        is_shared = rule.is_expert and cfg.lora.shared_pairs
+        pairs = min(count, 1) if is_shared else count
+        has_own = rule.is_expert and not is_shared
+        weights.append(AdaptedWeight(has_own, rows, columns, count, pairs))
     return weights
 
 
@@ -66,7 +72,7 @@ def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int
     """Return the numbers of adapter parameters on a rank: (of dense weights, of experts)."""
     sums = [0, 0]
     for weight in weights:
-        sums[weight.is_expert] += rank * weight.num_weights * (weight.rows + weight.columns)
+        sums[weight.is_expert] += rank * weight.num_pairs * (weight.rows + weight.columns)
     return sums[0], sums[1]
 
 

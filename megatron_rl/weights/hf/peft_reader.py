@@ -65,6 +65,10 @@ class Pair(NamedTuple):
     """Number of the expert whose part of the two tensors it is; None: all of them."""
 
 
+Values = tuple[Tensor, Tensor] | None
+"""A and B of one HF tensor; None where it has no adapter."""
+
+
 class PeftFolder:
     """A PEFT adapter on disk, checked against a model and [lora]."""
 
@@ -191,9 +195,18 @@ class PeftFolder:
         """Return A [rank, i] and, for each HF tensor of the weight, its rows of B [o, rank].
 
         a: initial A, float32; rows that the folder lacks stay as they are, with columns of B that
-        are 0, so that they change nothing.  Raises ConfigError where lora.rank is too small.
+        are 0, so that they change nothing.  Raises ConfigError where lora.rank is too small, and
+        for experts with different adapters where they share a pair, whose entry has no number.
         """
-        pairs = [None if pair is None else self._values(pair) for pair in self.pairs[entry.name]]
+        names = [entry.name]
+        if entry.name not in self.pairs:
+            names = [f"{entry.name}{expert}" for expert in range(self.spec.num_experts)]
+        pairs, *others = (list(map(self._values, self.pairs[name])) for name in names)
+        if not all(are_equal(pairs, other) for other in others):
+            raise ConfigError(
+                f"lora.path = {self.path}: experts of {entry.name} have different adapters; with"
+                " lora.shared_pairs = true one serves them all: set it to false"
+            )
         rows = [shape[0] for _, shape in entry.hf]
         if len(pairs) == 1 and len(rows) > 1 and pairs[0] is not None:  # experts, fused
             whole_a, whole_b = pairs[0]
@@ -222,8 +235,10 @@ class PeftFolder:
             parts.append(part)
         return torch.cat([*distinct, a[needed:]]), parts
 
-    def _values(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Return A [r, i] and B [o, r] in float32."""
+    def _values(self, pair: Pair | None) -> Values:
+        """Return A [r, i] and B [o, r] in float32; None for a HF tensor without an adapter."""
+        if pair is None:
+            return None
         a, b = (self._read(f"{pair.module}.lora_{factor}.weight") for factor in "AB")
         if pair.expert is None:
             return a, b
@@ -264,6 +279,14 @@ class PeftFolder:
         if "F32" in stored and dtype != torch.float32:
             notes.append(f"{where}: its values are float32; they are rounded to {ours}")
         return notes
+
+
+def are_equal(ours: Sequence[Values], theirs: Sequence[Values]) -> bool:
+    """Return True for equal adapters of the HF tensors of two experts."""
+    return all(
+        a is b if a is None or b is None else a[0].equal(b[0]) and a[1].equal(b[1])
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def our_name(name: str) -> str:

@@ -22,8 +22,8 @@ def adapted(spec: ModelSpec, targets: tuple[str, ...]) -> tuple[Entry, ...]:
 
 
 def check_targets(lora: LoraConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError for a target that matches no weight of the model, and for one of a tied
-    pair.
+    """Raise ConfigError for a target that matches no weight of the model, for one of a tied pair,
+    and for shared pairs without routed experts.
     """
     if not lora.rank:
         return
@@ -39,3 +39,9 @@ def check_targets(lora: LoraConfig, spec: ModelSpec) -> None:
                 )
     if problem := unmatched_targets(lora.targets, names):
         raise ConfigError(problem)
+    experts = [name for name in names if is_target(name, ["experts"])]
+    if lora.shared_pairs and not any(is_target(name, lora.targets) for name in experts):
+        raise ConfigError(
+            f"lora.shared_pairs = true with lora.targets = {list(lora.targets)}: no routed expert"
+            " of the model has an adapter, so it has no effect; remove it"
+        )

@@ -52,8 +52,8 @@ def test_nothing_keeps_the_merged_weight_until_backward(layer, monkeypatch):
     module, _, _ = layer
     made, real = [], Adapter.merged
 
-    def merged(self):
-        result = real(self)
+    def merged(self, product=None):
+        result = real(self, product)
         made.append(weakref.ref(result.untyped_storage()))
         return result
 

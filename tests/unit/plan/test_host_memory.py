@@ -215,6 +215,18 @@ def test_an_adapter_of_the_head_reads_its_gradient():
     assert first[1].dense - first[0].dense == 16 * (151_936 // 2 + 2048)
 
 
+def test_a_shared_pair_is_counted_once_on_every_rank():
+    """Gate and up [2 * 768, 2048], down [2048, 768], of 48 layers; whole, or split by etp = tp."""
+    for etp, rows, columns in ((1, 1536 + 2048, 2048 + 768), (2, 768 + 2048, 2048 + 384)):
+        lora = {"rank": 16, "targets": ["experts"], "shared_pairs": True}
+        cfg = config(lora=lora, parallel={"tp": 2, "ep": 4, "etp": etp})
+        trained = memory.trained_parameters(SPEC, cfg, 0)
+        assert (trained.dense, trained.experts) == (48 * 16 * (rows + columns), 0)
+        each = config(lora=lora | {"shared_pairs": False}, parallel={"tp": 2, "ep": 4, "etp": etp})
+        of_each = memory.trained_parameters(SPEC, each, 0)
+        assert (of_each.dense, of_each.experts) == (0, 32 * trained.dense)
+
+
 def test_a_layout_with_the_fused_head_comes_before_more_recompute():
     """At a limit between both, the search fuses the head; Adam's float32 copies count as well."""
     cfg = config(model={"path": "qwen3-30b-a3b"})

@@ -109,6 +109,32 @@ def test_some_targets_alone(targets: list[str], tmp_path: Path) -> None:
     engine.parallel.destroy()
 
 
+def test_experts_that_share_a_pair_have_equal_copies_of_it(tmp_path: Path) -> None:
+    """They are read back into one pair, or into one each; others into one each alone."""
+    base = family_checkpoint(tmp_path / "base", "qwen2_moe")
+    merged, run, folder = exported(base, tmp_path, {"shared_pairs": True})
+    check_logits(base, folder, merged)
+    for name, tensor in load_file(folder / TENSORS).items():
+        if ".experts" in name:
+            copies = tensor.chunk(8) if "lora_A" in name else tensor.unflatten(1, (3, 8)).unbind(2)
+            assert all(copy.equal(copies[0]) for copy in copies), name
+    assert main(["megatron-to-hf", "--megatron", str(run), "--out", str(tmp_path / "hf")]) == 0
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    converted = load_file(file)
+    assert all(converted[name].equal(tensor) for name, tensor in merged.items())
+    for shared in (True, False):
+        lora = LORA | {"path": str(folder), "shared_pairs": shared}
+        engine = make_engine(base, lora=lora, measure=False, replay="none")
+        pairs = {id(a.b) for a in engine.adapters.all if ".mlp.experts." in a.entry.name}
+        assert len(pairs) == (2 if shared else 16) * 2, "of two MoE layers"
+        assert all(tensor.equal(merged[name]) for name, tensor in engine.export())
+        engine.parallel.destroy()
+    (tmp_path / "other").mkdir()
+    _, _, folder = exported(base, tmp_path / "other")
+    message = r"experts of .*linear_fc1.weight have different adapters"
+    refused(base, message, {"path": str(folder), "shared_pairs": True})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_back_into_a_run_and_merged_are_bit_equal(dtype: str, tmp_path: Path) -> None:
     base = family_checkpoint(tmp_path / "base", "deepseek_v3", dtype=getattr(torch, dtype))

@@ -55,6 +55,15 @@ def test_adapters_of_a_tied_pair_are_refused():
             check_targets(LoraConfig(rank=2, targets=("lm_head_",)), spec)
 
 
+def test_shared_pairs_without_experts_are_refused():
+    for targets in (("attention",), ("linear_qkv", "lm_head")):
+        lora = LoraConfig(rank=2, targets=targets, shared_pairs=True)
+        with pytest.raises(ConfigError, match="no routed expert of the model has an adapter"):
+            check_targets(lora, SPEC)
+    for targets in (("experts",), ("all",), ("attention", "linear_fc2")):
+        check_targets(LoraConfig(rank=2, targets=targets, shared_pairs=True), SPEC)
+
+
 @pytest.mark.parametrize("name", WEIGHTS.values())
 def test_matrices_of_layers_can_have_an_adapter(name):
     assert can_have_adapter(name, (4, 3))
