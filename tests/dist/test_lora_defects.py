@@ -8,7 +8,7 @@ Nine were made here on purpose, and the test named failed, except where the list
   referee, tp2.
 - #5634, shared experts overlapped: refused.  Test: tests/unit/config/test_lora_rules.py.
 - #6009, copies drift with fused weight gradients: fusion is refused.  Tests: the same; 20 updates
-  below; for a pair that experts share, tests/dist/test_shared_pairs.py.
+  below, also of pairs that experts share.
 - #5396, A differs on expert ranks: it is seeded by name.  Test: initial values below.
 - #5229, gradients reduced over the wrong ranks: the layout is refused with core 0.16, and adapters
   have the groups of their weight.  Tests: tests/unit/engine/test_hf_config.py; referee, ep2.
@@ -23,6 +23,7 @@ The first paragraphs of these reports were read; miles#3232 was not found, and i
 second-hand description.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,10 @@ def train_and_compare_copies(base: Path) -> None:
     from tests.dist.test_engine import one_update
 
     dist.init_process_group("gloo")
-    for parallel in LAYOUTS[:3]:
+    for shared, parallel in product((False, True), LAYOUTS[:3]):
+        lora = LORA | {"shared_pairs": shared}
         engine = make_engine(
-            base, parallel=parallel, lora=LORA, replay="none", measure=False, total_updates=STEPS
+            base, parallel=parallel, lora=lora, replay="none", measure=False, total_updates=STEPS
         )
         for seed in range(STEPS):
             one_update(engine, random_batch(engine, seed=seed, layers=3, num_experts=8))
