@@ -23,7 +23,7 @@ from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
-from megatron_rl.engine.output_logprobs import OutputLogprobs
+from megatron_rl.engine.output_logprobs import FusedHead, OutputLogprobs
 from megatron_rl.engine.pass_results import ObserveTokens, OldPass, ReplayMode
 from megatron_rl.engine.provider import NativeProvider, make_provider
 from megatron_rl.engine.reference import Reference
@@ -120,7 +120,7 @@ class Engine:
         overlap = self.parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
         self.models = wrap_ddp(self.chunks, self.core_config, cfg, overlap=overlap)
         self._with_reference: Callable[[], AbstractContextManager[None]] | None = None
-        if cfg.loss.kl_coef and self.adapters is not None:
+        if cfg.loss.kl_coef and cfg.lora.rank:
             self._with_reference = self.adapters.disabled
         elif cfg.loss.kl_coef:
             # a copy of the weights as loaded: take it before anything changes them
@@ -141,10 +141,11 @@ class Engine:
                 temperature=temperature,
                 tp_group=group,
                 sequence_parallel=self.core_config.sequence_parallel,
-                into_main_grad=True,
+                # with adapters the base has no gradient, and W' is no parameter
+                into_main_grad=not self.cfg.lora.rank,
                 needs_grad=self.models[-1].ddp_config.overlap_grad_reduce,
             )
-            fused = (self.chunks[-1], head)
+            fused = FusedHead(self.chunks[-1], head, self.adapters)
         return OutputLogprobs(vocab_size, temperature, group, fused)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:

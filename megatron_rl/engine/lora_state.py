@@ -52,7 +52,8 @@ class CoreModule(Protocol):
 def save_adapters(
     module: nn.Module, adapters: Mapping[str, Adapter], parallel: Parallel, spec: ModelSpec
 ) -> None:
-    """Let module.sharded_state_dict describe its adapters as it does its weights.
+    """Let module.sharded_state_dict describe its adapters, by the ends of the names of A and B, as
+    it does its weights.
 
     core would take every parameter but `weight` for a copy that all tensor ranks have.
     """
@@ -64,12 +65,10 @@ def save_adapters(
     ) -> dict[str, Any]:
         tensors = describe_module(prefix, sharded_offsets, metadata)
         tensors = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-        for attribute, adapter in adapters.items():
-            number = attribute.removeprefix("weight")
-            described = describe(
-                adapter, number, parallel, spec, prefix, sharded_offsets, metadata["dp_cp_group"]
+        for suffix, adapter in adapters.items():
+            tensors |= describe(
+                adapter, suffix, parallel, spec, prefix, sharded_offsets, metadata["dp_cp_group"]
             )
-            tensors |= described
         return tensors
 
     core_module.sharded_state_dict = sharded_state_dict
@@ -77,7 +76,7 @@ def save_adapters(
 
 def describe(
     adapter: Adapter,
-    number: str,
+    suffix: str,
     parallel: Parallel,
     spec: ModelSpec,
     prefix: str,
@@ -86,27 +85,33 @@ def describe(
 ) -> dict[str, Any]:
     """Return core's sharded tensors of A and B.
 
-    number: of a local expert whose weights are grouped in one module; "" otherwise.
+    suffix: the number of a local expert whose weights are grouped in one module, the projection of
+    a pair that experts share; "" otherwise.
     """
-    entry = find_entry(adapter.name, spec)
+    entry = adapter.entry
     group = group_of(entry, parallel)
+    number, end = (suffix, "") if entry.rule.is_expert else ("", suffix)
     if number:
         offsets = (*offsets, (len(offsets), entry.expert, spec.num_experts))
+    name_a, name_b = (f"{PREFIX}{factor}{end}" for factor in "ab")
     axes = {}
     if adapter.summed_a is not None:
-        axes = {f"{PREFIX}b": 0}
+        axes = {name_b: 0}
     elif adapter.summed_b is not None:
-        axes = {f"{PREFIX}a": 1}
-    factors = {f"{PREFIX}a": adapter.a, f"{PREFIX}b": adapter.b}
+        axes = {name_a: 1}
+    factors = {name_a: adapter.a, name_b: adapter.b}
     tensors = make_sharded_tensors_for_checkpoint(
         factors, prefix, axes, offsets, tp_group=group, dp_cp_group=dp_cp_group
     )
+    if entry.rule.kind == "vocab":
+        # another number of tensor ranks pads the vocabulary otherwise
+        tensors[f"{prefix}{name_b}"].allow_shape_mismatch = True
     if number:
         for tensor in tensors.values():
             # core numbered replicas over all data ranks, but those of an expert are fewer
             tensor.replica_id = (*tensor.replica_id[:2], parallel.expert_dp_group.rank())
     if entry.rule.kind == "glu":
         # a rank's rows are its part of gate, then its part of up
-        name = f"{prefix}{PREFIX}b"
+        name = f"{prefix}{name_b}"
         tensors[name] = apply_swiglu_sharded_factory(tensors[name], offsets)
     return {f"{name}{number}": tensor for name, tensor in tensors.items()}

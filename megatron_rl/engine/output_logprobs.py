@@ -6,14 +6,25 @@ Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_rl.engine.adapter import Adapters
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
 from megatron_rl.records import PackedBatch
+
+
+class FusedHead(NamedTuple):
+    """The LM head whose weight is read here, not in the model's forward."""
+
+    model: GPTModel
+    """The last stage's model, which returns hidden states."""
+    settings: HeadSettings
+    adapters: Adapters
 
 
 @dataclass(frozen=True)
@@ -25,9 +36,8 @@ class OutputLogprobs:
     vocab_size: int
     temperature: float
     tp_group: dist.ProcessGroup | None
-    fused: tuple[GPTModel, HeadSettings] | None
-    """With model.fused_lm_head: the last stage's model, which returns hidden states, and its
-    settings; None: it returns logits."""
+    fused: FusedHead | None
+    """None without model.fused_lm_head: the last stage's model returns logits."""
 
     def __call__(
         self, output: Tensor, micro_batch: PackedBatch, *, with_top: bool = False
@@ -50,5 +60,7 @@ class OutputLogprobs:
                 overwrite=True,
                 top=top,
             )
-        model, settings = self.fused
-        return fused_kept_logprobs(output, lm_head_weight(model), labels, kept, settings, top)
+        model, settings, adapters = self.fused
+        with adapters.in_use(model.output_layer):
+            weight = lm_head_weight(model)
+            return fused_kept_logprobs(output, weight, labels, kept, settings, top)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatron_rl.config import Config, ModelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.grid import element_size, rows, sequence_shards, wants_te
+from megatron_rl.weights.adapters import OUTSIDE, is_target
 
 LOGITS_CHUNK = 256 << 20
 """Logits that exist at a time with model.fused_lm_head (engine/fused_logprobs.py, CHUNK_BYTES)."""
@@ -195,19 +196,22 @@ def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
 
 def head_gradient_bytes(spec: ModelSpec, cfg: Config) -> int:
     """Return the bytes of the gradient [V / tp, h] of the LM head's weight, which exists until it
-    is added to the float32 gradients.
+    is added to the float32 gradients, or multiplied with A and B of its adapter.
 
     With model.fused_lm_head nothing reads it: core's hook wants one where gradients are reduced
-    while backward runs.  With gradient accumulation fusion it is in `buffer_bytes`.
+    while backward runs.  An adapter reads it: it is summed over chunks in float32, then rounded.
+    With gradient accumulation fusion it is in `buffer_bytes`.
     """
-    if cfg.model.fused_lm_head:
+    fused, size = cfg.model.fused_lm_head, element_size(cfg)
+    columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
+    if cfg.lora.rank:
+        is_made = is_target(OUTSIDE["lm_head"], cfg.lora.targets)
+        size += 4 * (fused and size == 2)
+    elif fused:
         is_made = cfg.overlaps_grad_reduce
     else:
         is_made = not cfg.megatron.is_on("gradient_accumulation_fusion")
-    if not is_made or cfg.lora.rank:  # the head has no adapter, and is frozen
-        return 0
-    columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
-    return columns * spec.hidden_size * element_size(cfg)
+    return is_made * columns * spec.hidden_size * size
 
 
 def buffer_bytes(spec: ModelSpec, cfg: Config, *, is_last: bool) -> int:

@@ -30,6 +30,7 @@ from megatron_rl.plan.grid import (
     stage_layers,
     wants_te,
 )
+from megatron_rl.weights.adapters import OUTSIDE
 
 WORKSPACE = 5 * 32 << 20
 """Bytes that TransformerEngine keeps for cuBLAS: 32 MiB for each of 5 streams (2.11.0,
@@ -103,7 +104,10 @@ def trained_parameters(spec: ModelSpec, cfg: Config, pp_rank: int) -> Parameters
 
 def adapted(spec: ModelSpec, cfg: Config, pp_rank: int) -> list[AdaptedWeight]:
     """Return the weights of one rank that have adapters."""
-    return adapted_weights(spec, cfg, rank_layers(spec, cfg.parallel, pp_rank), te=wants_te(cfg))
+    places: list[int | str] = [*rank_layers(spec, cfg.parallel, pp_rank)]
+    places += [OUTSIDE["embedding"]] * (pp_rank == 0)
+    places += [OUTSIDE["lm_head"]] * (pp_rank == cfg.parallel.pp - 1)
+    return adapted_weights(spec, cfg, places, te=wants_te(cfg))
 
 
 def full_model(spec: ModelSpec) -> Parameters:

@@ -27,6 +27,7 @@ from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.host_memory import check_host_memory, host_bytes
 from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
+from megatron_rl.weights.hf.targets import check_targets
 
 ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE)
 """Words by which core's refusals of what only TransformerEngine can do are recognised."""
@@ -57,9 +58,12 @@ def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Mac
 
 
 def check_layout(spec: ModelSpec, cfg: Config, world: int) -> None:
-    """Raise ValueError, ModelError or ReplayIncompatible for a layout that no device can run."""
+    """Raise ValueError, ModelError or ReplayIncompatible for a layout that no device can run, or
+    adapters that the model cannot have.
+    """
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
+    check_targets(cfg.lora, spec)
     check_step(cfg, dp_size(cfg.parallel, world))
     check_replay(spec, cfg)
     # raises for limits that this pair of dtypes excludes; else the dtype is the servers' answer

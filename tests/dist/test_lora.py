@@ -5,6 +5,7 @@ Gradients of A and B, their norm, and the merged weights after the two updates o
 at random values here: with B = 0 the first gradient of A is 0, and an error in it is not seen.
 """
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.weights.hf.entries import entries, find_entry
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.mapping import to_hf, to_mcore
 from tests.dist.launch import run_ranks
 from tests.dist.test_checkpoint import SCHEDULE, change_layout, run_parts
@@ -48,6 +49,10 @@ from tests.tiny import random_checkpoint
 
 RANK, ALPHA = 3, 6.0
 PARTS = ("self_attention.linear_", "mlp.linear_fc", "experts.linear_fc")  # shared ones too
+OUTSIDE = ("embedding.word_embeddings.weight", "output_layer.weight")
+MORE_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    4: {"ep2-dp2": {"ep": 2}, "tp2-ep2-etp2": {"tp": 2, "ep": 2, "recompute": "selective"}}
+}
 QUICK = [
     Case("qwen3_moe", "tp2", "minirl", "R3"),
     Case("qwen3_moe", "tp2-ep2", "minirl", "R2"),
@@ -67,25 +72,43 @@ def first_b(name: str, rows: int) -> torch.Tensor:
     return torch.randn(rows, RANK, generator=generator) * 0.05
 
 
-def is_adapted(entry: Any) -> bool:
-    return len(entry.hf[0][1]) == 2 and any(part in entry.name for part in PARTS)
+def is_adapted(entry: Any, spec: Any) -> bool:
+    if len(entry.hf[0][1]) != 2:
+        return False
+    is_outside = entry.name in OUTSIDE and not spec.tie_embeddings
+    return is_outside or any(part in entry.name for part in PARTS)
+
+
+def targets_of(path: Path) -> list[str]:
+    tied = make_spec(load_hf_config(path)).tie_embeddings
+    return ["all"] if tied else ["all", "embedding", "lm_head"]
 
 
 class Folded(torch.nn.Module):
-    """A and B of every target of a checkpoint, float64, in Megatron's row order, tp = 1."""
+    """A and B of every target of a checkpoint, float64, in Megatron's row order, tp = 1.
 
-    def __init__(self, path: Path) -> None:
+    shared: the experts of a layer have one pair for each projection.
+    """
+
+    def __init__(self, path: Path, *, shared: bool) -> None:
         from megatron_rl.engine.lora import initial_a
 
         super().__init__()
         self.path, self.spec = path, make_spec(load_hf_config(path))
         self.start = load_file(path / "model.safetensors")
-        self.entries = [e for e in entries(self.spec) if is_adapted(e)]
+        self.entries = [e for e in entries(self.spec) if is_adapted(e, self.spec)]
+        number = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
+        self.names = [re.sub(number, "", e.name) if shared else e.name for e in self.entries]
         self.a, self.b = torch.nn.ParameterList(), torch.nn.ParameterList()
-        for entry in self.entries:
+        for name, entry in zip(self.names, self.entries, strict=True):
+            if name in self.names[: len(self.a)]:
+                first = self.names.index(name)
+                self.a.append(self.a[first])
+                self.b.append(self.b[first])
+                continue
             rows, width = self.whole(entry, self.start).shape
-            self.a.append(initial_a(entry.name, RANK, width, seed=0).double())
-            self.b.append(first_b(entry.name, rows).double())
+            self.a.append(initial_a(name, RANK, width, seed=0).double())
+            self.b.append(first_b(name, rows).double())
 
     def whole(self, entry: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return to_mcore(entry, [tensors[name].double() for name in entry.hf_names], self.spec, 0, 1)
@@ -105,15 +128,18 @@ class Folded(torch.nn.Module):
             return load_reference(Path(folder), torch.float64)
 
     def take_gradients(self, weights: dict[str, torch.Tensor]) -> None:
-        """Chain rule: dA = s B' dW, dB = s dW A'."""
+        """Chain rule: dA = s B' dW, dB = s dW A', summed over the weights of a pair."""
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         for entry, a, b in zip(self.entries, self.a, self.b, strict=True):
             gradient = ALPHA / RANK * self.whole(entry, weights)
-            a.grad, b.grad = b.data.T @ gradient, gradient @ a.data.T
+            a.grad += b.data.T @ gradient
+            b.grad += gradient @ a.data.T
 
 
-def train_adapters(path: Path, mini_batches: list[list], recipe: Recipe) -> Outcome:
+def train_adapters(folded: Folded, mini_batches: list[list], recipe: Recipe) -> Outcome:
     """One step of len(mini_batches) updates; gradients by (name, factor), weights by HF name."""
-    folded, outcome = Folded(path), Outcome()
+    outcome = Outcome()
     model = folded.model()
     old, adam = old_pass(model, mini_batches, recipe), Adam(folded, recipe)
     for batch in mini_batches:
@@ -122,8 +148,8 @@ def train_adapters(path: Path, mini_batches: list[list], recipe: Recipe) -> Outc
         outcome.norms.append(clip_gradient(folded, recipe.clip_grad))
         outcome.gradients.append(
             {
-                f"{entry.name} {factor}": parameter.grad.clone()
-                for entry, *pair in zip(folded.entries, folded.a, folded.b, strict=True)
+                f"{name} {factor}": parameter.grad.clone()
+                for name, *pair in zip(folded.names, folded.a, folded.b, strict=True)
                 for factor, parameter in zip("ab", pair, strict=True)
             }
         )
@@ -153,8 +179,8 @@ def is_new(case: Case) -> bool:
 
 
 def test_adapters_load_into_other_layouts_and_another_base_is_refused(tmp_path: Path) -> None:
-    checkpoint = random_checkpoint(tmp_path / "moe")
-    lora = {"rank": RANK}
+    checkpoint = random_checkpoint(tmp_path / "moe", vocab_size=61)  # two tensor ranks pad it
+    lora = {"rank": RANK, "targets": ["all", "embedding", "lm_head"]}
     targets = [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}]
     for name, distributed in (("plain", False), ("scattered", True)):
         optim = {"distributed": distributed}
@@ -189,10 +215,10 @@ def other_base(checkpoint: Path, folder: Path, optim: dict[str, Any], lora: dict
     engine.parallel.destroy()
 
 
-def check_cases(root: Path, world: int, cases: list[Case]) -> None:
+def check_cases(root: Path, world: int, cases: list[Case], *, shared: bool = False) -> None:
     for family in {case.family for case in cases}:
         family_checkpoint(root / family, family, num_hidden_layers=4)
-    results = run_ranks(run_engines, world, root, cases, timeout=3000)
+    results = run_ranks(run_engines, world, root, cases, shared, timeout=3000)
     referees: dict[tuple[str, str, str], Outcome] = {}
     lines = []
     for index, case in enumerate(cases):
@@ -200,7 +226,8 @@ def check_cases(root: Path, world: int, cases: list[Case]) -> None:
         if key not in referees:
             path = root / case.family
             recipe = Recipe(loss=case.loss, replay=case.replay)
-            referees[key] = train_adapters(path, halves(samples_of(path)), recipe)
+            folded = Folded(path, shared=shared)
+            referees[key] = train_adapters(folded, halves(samples_of(path)), recipe)
         expected = referees[key]
         assert min(expected.norms) > 2 * Recipe().clip_grad, "gradient clipping is idle"
         lines += compare_gradients(case, [result[index] for result in results], expected)
@@ -228,7 +255,7 @@ def compare_gradients(case: Case, ranks: list[Any], expected: Outcome) -> list[s
             whole = expected.gradients[number][name]
             part = whole
             if shard["at"] is not None:
-                part = whole[shard["at"]] if name.endswith("b") else whole[:, shard["at"]]
+                part = padded(whole)[shard["at"]] if name.endswith("b") else whole[:, shard["at"]]
             error = (torch.tensor(shard["values"]) - part).norm() / whole.norm()
             if error > GRADIENT_LIMIT:
                 lines.append(f"{case} {name}: gradient {number} off by {error:.2g}")
@@ -237,16 +264,16 @@ def compare_gradients(case: Case, ranks: list[Any], expected: Outcome) -> list[s
     return lines
 
 
-def run_engines(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
+def run_engines(root: Path, cases: list[Case], shared: bool) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    found = [run_engine(root, index, case) for index, case in enumerate(cases)]
+    found = [run_engine(root, index, case, shared) for index, case in enumerate(cases)]
     dist.destroy_process_group()
     return found
 
 
-def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
+def run_engine(root: Path, index: int, case: Case, shared: bool) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
@@ -255,7 +282,8 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
     from tests.dist.engines import make_engine
 
     recipe = Recipe(loss=case.loss, replay=case.replay)
-    layout = dict(LAYOUTS[dist.get_world_size()][case.layout])
+    world = dist.get_world_size()
+    layout = dict((LAYOUTS[world] | MORE_LAYOUTS.get(world, {}))[case.layout])
     optim = layout.pop("optim", {})
     model = {key: layout.pop(key) for key in MODEL_KEYS if key in layout}
     adam = dict(
@@ -267,7 +295,12 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
         model=model,
         optim={**adam, "clip_grad": recipe.clip_grad, **optim},
         loss={"name": case.loss},
-        lora={"rank": RANK, "alpha": ALPHA},
+        lora={
+            "rank": RANK,
+            "alpha": ALPHA,
+            "targets": targets_of(root / case.family),
+            "shared_pairs": shared,
+        },
         replay=case.replay,
         measure=case.family != "qwen3",
         rollout={"temperature": recipe.temperature},
@@ -294,21 +327,18 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
         if not engine.cfg.optim.distributed:
             gradients.append(dict(shards(engine)))
     save(engine, root / f"{index}.weights")
+    check_copies(engine)
     place.destroy()
     return {"norms": norms, "gradients": gradients}
 
 
-def entry_of(engine: Any, adapter: Any) -> Any:
-    return find_entry(adapter.name, engine.spec).held_by(engine.chunks)
-
-
 def positions(engine: Any, adapter: Any) -> list[int]:
     """Which rows of B (columns of A, where W is cut by columns) of the whole this rank has: the
-    mapping is given numbers in the place of weights.
+    mapping is given numbers in the place of weights.  -1: a row of padding.
     """
-    entry = entry_of(engine, adapter)
+    entry = adapter.entry
     group = engine.parallel.etp_group if entry.rule.is_expert else engine.parallel.tp_group
-    hf, start = [], 0
+    hf, start = [], 1  # padding is 0
     for _, shape in entry.hf:
         hf.append(torch.arange(start, start + shape[0] * shape[1]).view(shape))
         start += hf[-1].numel()
@@ -317,16 +347,21 @@ def positions(engine: Any, adapter: Any) -> list[int]:
     if entry.rule.kind == "row":
         whole, shard = whole.T, shard.T
     place = {number: index for index, number in enumerate(whole[:, 0].tolist())}
-    return [place[number] for number in shard[:, 0].tolist()]
+    return [place.get(number, -1) for number in shard[:, 0].tolist()]
+
+
+def padded(whole: torch.Tensor) -> torch.Tensor:
+    """Rows of padding, at index -1, have neither values nor gradients."""
+    return torch.cat([whole, whole.new_zeros(1, whole.shape[1])])
 
 
 @torch.no_grad()
 def set_b(engine: Any) -> None:
     for adapter in engine.adapters.all:
-        entry = entry_of(engine, adapter)
-        whole = first_b(adapter.name, sum(shape[0] for _, shape in entry.hf))
+        entry = adapter.entry
+        whole = first_b(entry.name, sum(shape[0] for _, shape in entry.hf))
         if entry.rule.kind != "row":
-            whole = whole[positions(engine, adapter)]
+            whole = padded(whole)[positions(engine, adapter)]
         adapter.b.copy_(whole)
     # an optimizer with copies of its own takes them from the parameters
     for optimizer in engine.optimizer.core.chained_optimizers:
@@ -335,11 +370,11 @@ def set_b(engine: Any) -> None:
 
 def shards(engine: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for adapter in engine.adapters.all:
-        cut = "a" if entry_of(engine, adapter).rule.kind == "row" else "b"
+        cut = "a" if adapter.entry.rule.kind == "row" else "b"
         for factor, parameter in (("a", adapter.a), ("b", adapter.b)):
             values = parameter.main_grad.double().tolist()
             at = positions(engine, adapter) if factor == cut else None
-            yield f"{adapter.name} {factor}", {"values": values, "at": at}
+            yield f"{adapter.entry.name} {factor}", {"values": values, "at": at}
 
 
 def test_a_run_starts_as_its_base_and_copies_stay_equal(tmp_path: Path) -> None:
@@ -357,14 +392,15 @@ def compare_with_base(checkpoint: Path) -> None:
     from tests.dist.test_engine import one_update
 
     dist.init_process_group("gloo")
-    for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"})):
+    fused = {"fused_lm_head": True}
+    for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"}), ({"tp": 2}, fused)):
         found = {}
         for rank in (0, RANK):
             engine = make_engine(
                 checkpoint,
                 parallel=parallel,
                 model=model,
-                lora={"rank": rank, "rslora": True},
+                lora={"rank": rank, "rslora": True, "targets": ["all", "embedding", "lm_head"]},
                 loss={"kl_coef": 0.1},
             )
             first = engine.old_logprobs(random_batch(engine), MetricSums(), replay="R3")
@@ -391,11 +427,12 @@ def check_copies(engine: Any) -> None:
 
     parallel = engine.parallel
     for adapter in engine.adapters.all:
-        is_expert = entry_of(engine, adapter).rule.is_expert
-        replicas = parallel.expert_dp_group if is_expert else parallel.dp_cp_group
+        rule = adapter.entry.rule
+        replicas = parallel.expert_dp_group if rule.is_expert else parallel.dp_cp_group
+        whole = parallel.tp_group if rule.kind == "replicated" else None
         for factor, common in ((adapter.a, adapter.summed_a), (adapter.b, adapter.summed_b)):
             assert factor.abs().max() > 0
-            for group in filter(None, (common, replicas)):
+            for group in filter(None, (common, replicas, whole)):
                 copies = [torch.empty_like(factor) for _ in range(group.size())]
                 dist.all_gather(copies, factor.detach(), group=group)
                 assert all(copy.equal(factor) for copy in copies)

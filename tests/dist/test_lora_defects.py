@@ -7,8 +7,8 @@ Nine were made here on purpose, and the test named failed, except where the list
 - #5634, gradients not summed at etp > 1, or detached: A passes through core's own sum.  Test:
   referee, tp2.
 - #5634, shared experts overlapped: refused.  Test: tests/unit/config/test_lora_rules.py.
-- #6009, copies drift with fused weight gradients: fusion is refused, and no adapter is shared by
-  experts.  Tests: the same; 20 updates below.
+- #6009, copies drift with fused weight gradients: fusion is refused.  Tests: the same; 20 updates
+  below, also of pairs that experts share.
 - #5396, A differs on expert ranks: it is seeded by name.  Test: initial values below.
 - #5229, gradients reduced over the wrong ranks: the layout is refused with core 0.16, and adapters
   have the groups of their weight.  Tests: tests/unit/engine/test_hf_config.py; referee, ep2.
@@ -23,6 +23,7 @@ The first paragraphs of these reports were read; miles#3232 was not found, and i
 second-hand description.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tests.dist.launch import run_ranks
 from tests.dist.test_lora import check_copies
 from tests.families import family_checkpoint
 
-LORA = {"rank": 3, "alpha": 6.0}
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["all", "embedding", "lm_head"]}
 LAYOUTS: list[dict[str, Any]] = [
     {"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "vp": 2},
 ]  # fmt: skip
@@ -69,14 +70,14 @@ def compare_initial_values(base: Path) -> None:
             if not parallel:
                 # rank 0's: with its own, each rank would agree with itself
                 dist.broadcast(a, src=0)
-                whole[adapter.name] = a
-                assert a.equal(adapter.a), adapter.name
+                whole[adapter.entry.name] = a
+                assert a.equal(adapter.a), adapter.entry.name
                 continue
-            part = whole[adapter.name]
+            part = whole[adapter.entry.name]
             if adapter.summed_b is not None:
                 size, rank = adapter.summed_b.size(), adapter.summed_b.rank()
                 part = part.chunk(size, dim=1)[rank]
-            assert a.equal(part), (parallel, adapter.name)
+            assert a.equal(part), (parallel, adapter.entry.name)
         engine.parallel.destroy()
     assert len({a.sum().item() for a in whole.values()}) == len(whole), "no two are equal"
     dist.destroy_process_group()
@@ -95,9 +96,10 @@ def train_and_compare_copies(base: Path) -> None:
     from tests.dist.test_engine import one_update
 
     dist.init_process_group("gloo")
-    for parallel in LAYOUTS[:3]:
+    for shared, parallel in product((False, True), LAYOUTS[:3]):
+        lora = LORA | {"shared_pairs": shared}
         engine = make_engine(
-            base, parallel=parallel, lora=LORA, replay="none", measure=False, total_updates=STEPS
+            base, parallel=parallel, lora=lora, replay="none", measure=False, total_updates=STEPS
         )
         for seed in range(STEPS):
             one_update(engine, random_batch(engine, seed=seed, layers=3, num_experts=8))
@@ -127,14 +129,14 @@ def compare_sent_weights(base: Path) -> None:
         sent = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
         expected = {}
         for adapter in engine.adapters.all:
-            if ".linear_proj." not in adapter.name:
+            if ".linear_proj." not in adapter.entry.name:
                 continue
             a = adapter.a.detach()
             if adapter.summed_b is not None:
                 parts = [torch.empty_like(a) for _ in range(adapter.summed_b.size())]
                 dist.all_gather(parts, a.contiguous(), group=adapter.summed_b)
                 a = torch.cat(parts, dim=1)
-            layer = adapter.name.split(".")[2]
+            layer = adapter.entry.name.split(".")[2]
             name = f"model.layers.{layer}.self_attn.o_proj.weight"
             delta = LORA["alpha"] / LORA["rank"] * adapter.b.detach().double() @ a.double()
             expected[name] = start[name].double() + delta

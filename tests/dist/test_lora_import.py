@@ -11,11 +11,12 @@ from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.mapping import to_hf, to_mcore
-from megatron_rl.weights.hf.peft_folder import Factors, adapted, write_peft
+from megatron_rl.weights.hf.peft_folder import Factors, write_peft
+from megatron_rl.weights.hf.targets import adapted
 from tests.dist.launch import run_ranks
 from tests.families import family_checkpoint
 
-LORA = LoraConfig(rank=3, alpha=6.0)
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("all", "embedding", "lm_head"))
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2}, {"pp": 2, "vp": 2}, {"cp": 2}, {},
 ]  # fmt: skip
@@ -50,7 +51,8 @@ def compare_exports(base: Path, folder: Path, expected: dict[str, torch.Tensor])
     for parallel in LAYOUTS:
         if "cp" in parallel and base_is_latent(base):
             continue
-        lora = {"rank": LORA.rank, "alpha": LORA.alpha, "path": str(folder)}
+        lora = {key: getattr(LORA, key) for key in ("rank", "alpha", "targets")}
+        lora["path"] = str(folder)
         engine = make_engine(base, parallel=parallel, lora=lora, replay="none", measure=False)
         merged = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
         if dist.get_rank() == 0:

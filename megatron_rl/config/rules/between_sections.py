@@ -104,6 +104,13 @@ def lora_problems(cfg: AllSections) -> Iterator[str]:
             " shared experts on another stream, in parts that were never compared with adapters;"
             " set it to false"
         )
+    parallel = cfg.parallel
+    if cfg.lora.shared_pairs and parallel.expert_tp not in (1, parallel.tp):
+        yield (
+            f"lora.shared_pairs = true with parallel.etp = {parallel.expert_tp} and tp ="
+            f" {parallel.tp}: core reduces the gradient of a pair over ranks of one tensor rank,"
+            " which would have other parts of the experts; set parallel.etp to 1 or to tp"
+        )
     slots = [arg for arg in cfg.rollout.server_args if arg.startswith(("--lora", "--enable-lora"))]
     if slots:
         yield (

@@ -23,9 +23,14 @@ class LoraConfig(Section):
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
-    """Weights with an adapter: attention, mlp (dense layers), experts (one adapter each),
-    shared_experts, all (these four), or Megatron's names of modules (linear_qkv, linear_proj,
-    linear_fc1, ...).  Routers, norms, embedding and LM head stay as they are."""
+    """Weights with an adapter: attention, mlp (dense layers), experts (routed),
+    shared_experts, all (these four), embedding, lm_head (neither where the two are tied), or
+    Megatron's names of modules (linear_qkv, linear_proj, linear_fc1, ...).  Routers and norms stay
+    as they are."""
+
+    shared_pairs: bool = False
+    """One A and B for all routed experts of a layer and projection (gate and up are one, down is
+    another), in the place of a pair for each expert."""
 
     path: Path | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) whose A and B to
@@ -39,5 +44,7 @@ class LoraConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.rank and not self.targets:
             yield "targets = []: adapters need weights; name some, or set rank = 0"
+        if self.shared_pairs and not self.rank:
+            yield "shared_pairs = true with rank = 0: no adapter is trained; remove it"
         if self.path is not None and not self.rank:
             yield f"path = {self.path} with rank = 0: no adapter is trained; set rank to that of it"

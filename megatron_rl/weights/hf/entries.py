@@ -39,6 +39,22 @@ class Entry:
             return self
         return replace(self, rule=replace(self.rule, kind=self.rule.te_kind))
 
+    def of_all_experts(self, *, is_split: bool) -> Entry:
+        """Return the entry of what the routed experts of a layer have in common, in the dense part
+        of the model: it has the shape of this expert's weight, and no number.
+
+        is_split: split over tensor ranks as an expert is; False: every tensor rank has all of it.
+        """
+        mcore = self.rule.mcore.removesuffix("{expert}")
+        kind = self.rule.kind if is_split else "replicated"
+        rule = replace(self.rule, mcore=mcore, kind=kind)
+        return replace(self, rule=rule, name=mcore.format(layer=self.layer), expert=None)
+
+    @property
+    def place(self) -> int | str:
+        """The layer, or the name of a parameter outside of layers: it decides the stage."""
+        return self.name if self.layer is None else self.layer
+
     @property
     def hf_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.hf)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -76,7 +76,7 @@ class RankParameters:
     """Global ranks of its tensor-parallel group."""
     etp: tuple[int, ...]
     """Global ranks of its expert-tensor-parallel group."""
-    keys: frozenset[Hashable]
+    keys: frozenset[int | str]
     """Layers, and names of parameters outside layers."""
 
 
@@ -92,7 +92,7 @@ def plan_export(
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     table = [entry.held_by(chunks) for entry in entries(spec)]
-    keys = frozenset(key_of(entry) for entry in table if entry.name in parameters)
+    keys = frozenset(entry.place for entry in table if entry.name in parameters)
     tp, etp = (
         tuple(dist.get_process_group_ranks(group))
         for group in (parallel.tp_group, parallel.etp_group)
@@ -122,7 +122,7 @@ def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> 
     for entry in table:
         if entry.expert is not None:
             ep_rank = entry.expert // experts_per_rank
-            assigned[entry.name] = sources[stage_of[key_of(entry)], ep_rank]
+            assigned[entry.name] = sources[stage_of[entry.place], ep_rank]
             load[assigned[entry.name]] += elements(entry)
     # neighbours that servers need in one call are one unit, and so have one source
     units = [
@@ -134,7 +134,7 @@ def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> 
     ]
     # large units first: the small ones then even out the sources
     for unit in sorted(units, key=lambda unit: -sum(map(elements, unit))):
-        stage = stage_of[key_of(unit[0])]
+        stage = stage_of[unit[0].place]
         source = min(
             (sources[stage, ep_rank] for ep_rank in range(ep_size)),
             key=lambda rank: (load[rank], rank),
@@ -165,11 +165,6 @@ def order_steps(
             placed[-2] = (*placed[-1][:2], placed[-2][2])
     # stable: ties stay in checkpoint order
     return [step for _, _, step in sorted(placed, key=lambda item: item[:2])]
-
-
-def key_of(entry: Entry) -> Hashable:
-    """Return what decides the pipeline stage of a parameter: its layer, or its name."""
-    return entry.name if entry.layer is None else entry.layer
 
 
 def elements(entry: Entry) -> int:

@@ -40,7 +40,7 @@ def to_mcore(
     # each rank has its part of gate, then its part of up
     if kind == "glu":
         return torch.cat([x.chunk(size)[rank] for x in tensors])
-    (full,) = tensors
+    full = _joined(tensors, 0)
     if kind == "replicated":
         return full
     # core pads the vocabulary to a multiple of the ranks

@@ -4,7 +4,8 @@ PEFT has two factors for each HF tensor.  A weight that megatron fuses (qkv; gat
 here: it is written for each of its HF tensors, whose rows of B it gets.  transformers 5 has the
 routed experts of a layer as two parameters, [E, 2 I, H] and [E, H, I].  PEFT adapts them as
 target_parameters: A [E r, in] has the experts one after another, B [out, r E] has value e of expert
-e in each group of E columns.
+e in each group of E columns.  PEFT adapts the transpose of an embedding [V, H]: its A [r, V] is our
+B, its B [H, r] our A, both transposed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +23,18 @@ from torch import Tensor
 
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.adapters import can_have_adapter, is_target
+from megatron_rl.weights.adapters import OUTSIDE
 from megatron_rl.weights.hf.entries import Entry, entries
 from megatron_rl.weights.hf.mapping import to_hf
+from megatron_rl.weights.hf.targets import adapted
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 DIGEST, DTYPE = "base_digest", "base_dtype"
 """Keys of the safetensors file's metadata: digest of the base (engine.lora_state.base_digest), and
 the dtype of the weights that it is of."""
 ROOT = "base_model.model."
+OF_EMBEDDING = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
+"""Name of a factor of ours -> name of its transpose in the PEFT adapter of an embedding."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -48,16 +52,6 @@ class ExpertKeys(NamedTuple):
 
     gate_up: str
     down: str
-
-
-def adapted(spec: ModelSpec, targets: Iterable[str]) -> list[Entry]:
-    """Return the weights of the model that lora.targets mean, in checkpoint order."""
-    targets = tuple(targets)
-    return [
-        entry
-        for entry in entries(spec)
-        if can_have_adapter(entry.name, entry.hf[0][1]) and is_target(entry.name, targets)
-    ]
 
 
 def expert_keys(layer: int, *, both: bool) -> ExpertKeys:
@@ -113,9 +107,12 @@ def peft_tensors(
             continue
         for name, rows in to_hf(entry, [b], spec):
             module = ROOT + name.removesuffix(".weight")
-            # a copy each: safetensors refuses tensors that share memory
-            tensors[f"{module}.lora_A.weight"] = a.clone(memory_format=torch.contiguous_format)
-            tensors[f"{module}.lora_B.weight"] = rows.clone(memory_format=torch.contiguous_format)
+            for factor, values in (("lora_A.weight", a), ("lora_B.weight", rows)):
+                if entry.name == OUTSIDE["embedding"]:
+                    factor, values = OF_EMBEDDING[factor], values.T
+                # a copy each: safetensors refuses tensors that share memory
+                copy = values.clone(memory_format=torch.contiguous_format)
+                tensors[f"{module}.{factor}"] = copy
     for (layer, gate_up), of_layer in experts.items():
         assert layer is not None
         keys = expert_keys(layer, both=(layer, not gate_up) in experts)

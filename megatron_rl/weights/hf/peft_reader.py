@@ -2,7 +2,8 @@
 
 The folder may be an export of this program, or of the peft package: adapters of the modules that
 lora.targets mean, experts fused as transformers 5 has them or one by one.  Where q, k and v (gate
-and up) have each an A of their own, these are stacked, which takes the sum of their ranks.
+and up) have each an A of their own, these are stacked, which takes the sum of their ranks.  The
+base weights that PEFT saves beside adapters of embedding and LM head must be those of model.path.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from torch import Tensor
 from megatron_rl.config import ConfigError
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.entries import Entry
+from megatron_rl.weights.adapters import OUTSIDE
+from megatron_rl.weights.hf.entries import Entry, find_entry
+from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.peft_folder import (
     CONFIG,
     DIGEST,
     DTYPE,
+    OF_EMBEDDING,
     ROOT,
     TENSORS,
-    adapted,
     expert_keys,
     is_gate_up,
 )
+from megatron_rl.weights.hf.targets import adapted
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,10 @@ class Pair(NamedTuple):
     """Number of the expert whose part of the two tensors it is; None: all of them."""
 
 
+Values = tuple[Tensor, Tensor] | None
+"""A and B of one HF tensor; None where it has no adapter."""
+
+
 class PeftFolder:
     """A PEFT adapter on disk, checked against a model and [lora]."""
 
@@ -78,12 +86,25 @@ class PeftFolder:
                 " PEFT or megatron-rl convert megatron-to-peft wrote"
             ) from error
         self.metadata: dict[str, str] = self.file.metadata() or {}
-        names = list(self.file.keys())
-        self.shapes = {name: tuple(self.file.get_slice(name).get_shape()) for name in names}
-        self._read = lru_cache(maxsize=8)(lambda name: self.file.get_tensor(name).float())
+        names = {our_name(name): name for name in self.file.keys()}  # noqa: SIM118  (no mapping)
+        self._names = names
+        self.shapes = {name: self._shape(name) for name in names}
+        self._read = lru_cache(maxsize=8)(self._factor)
         self.pairs = {entry.name: self._pairs(entry) for entry in adapted(spec, lora.targets)}
         if problem := next(self._problems(), None):
             raise ConfigError(f"lora.path = {path}: {problem}")
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor by our name, which is that of an embedding's transpose."""
+        stored = self._names[name]
+        shape = tuple(self.file.get_slice(stored).get_shape())
+        return shape if stored == name else shape[::-1]
+
+    def _factor(self, name: str) -> Tensor:
+        """Return a tensor by our name in float32."""
+        stored = self._names[name]
+        values: Tensor = self.file.get_tensor(stored).float()
+        return values if stored == name else values.T
 
     def _pairs(self, entry: Entry) -> list[Pair | None]:
         """Return the pair of each HF tensor of the entry; a fused one of experts is of them all."""
@@ -111,17 +132,25 @@ class PeftFolder:
             if pair is not None
             for factor in "AB"
         }
-        if unknown := sorted(self.shapes.keys() - used):
+        if unknown := sorted(self.shapes.keys() - used - self._copies().keys()):
             yield (
                 f"{len(unknown)} of its {len(self.shapes)} tensors are of no weight that"
                 f" lora.targets = {list(self.lora.targets)} mean, first {unknown[0]}; set"
-                " lora.targets to what the adapter has (routers, embedding and LM head cannot have"
-                " one)"
+                " lora.targets to what the adapter has (routers cannot have one)"
             )
         if missing := sorted(used - self.shapes.keys()):
             yield f"{TENSORS} lacks {missing[0]}; it is incomplete"
         for entry in adapted(self.spec, self.lora.targets):
             yield from self._problems_of(entry, self.pairs[entry.name])
+
+    def _copies(self) -> dict[str, str]:
+        """Return the names of base weights in the file -> their names in model.path."""
+        names = [name for name, pairs in self.pairs.items() if name in OUTSIDE.values() and pairs]
+        modules = [
+            find_entry(name, self.spec).hf_names[0].removesuffix(".weight") for name in names
+        ]
+        copies = {f"{ROOT}{module}.base_layer.weight": f"{module}.weight" for module in modules}
+        return {name: base for name, base in copies.items() if name in self.shapes}
 
     def _problems_of(self, entry: Entry, pairs: Sequence[Pair | None]) -> Iterator[str]:
         experts = self.spec.num_experts
@@ -166,9 +195,18 @@ class PeftFolder:
         """Return A [rank, i] and, for each HF tensor of the weight, its rows of B [o, rank].
 
         a: initial A, float32; rows that the folder lacks stay as they are, with columns of B that
-        are 0, so that they change nothing.  Raises ConfigError where lora.rank is too small.
+        are 0, so that they change nothing.  Raises ConfigError where lora.rank is too small, and
+        for experts with different adapters where they share a pair, whose entry has no number.
         """
-        pairs = [None if pair is None else self._values(pair) for pair in self.pairs[entry.name]]
+        names = [entry.name]
+        if entry.name not in self.pairs:
+            names = [f"{entry.name}{expert}" for expert in range(self.spec.num_experts)]
+        pairs, *others = (list(map(self._values, self.pairs[name])) for name in names)
+        if not all(are_equal(pairs, other) for other in others):
+            raise ConfigError(
+                f"lora.path = {self.path}: experts of {entry.name} have different adapters; with"
+                " lora.shared_pairs = true one serves them all: set it to false"
+            )
         rows = [shape[0] for _, shape in entry.hf]
         if len(pairs) == 1 and len(rows) > 1 and pairs[0] is not None:  # experts, fused
             whole_a, whole_b = pairs[0]
@@ -197,8 +235,10 @@ class PeftFolder:
             parts.append(part)
         return torch.cat([*distinct, a[needed:]]), parts
 
-    def _values(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Return A [r, i] and B [o, r] in float32."""
+    def _values(self, pair: Pair | None) -> Values:
+        """Return A [r, i] and B [o, r] in float32; None for a HF tensor without an adapter."""
+        if pair is None:
+            return None
         a, b = (self._read(f"{pair.module}.lora_{factor}.weight") for factor in "AB")
         if pair.expert is None:
             return a, b
@@ -206,11 +246,11 @@ class PeftFolder:
         a = a[pair.expert * rank : (pair.expert + 1) * rank]
         return a, b[:, pair.expert :: self.spec.num_experts]
 
-    def check_base(self, digest: str, dtype: torch.dtype) -> list[str]:
+    def check_base(self, digest: str, dtype: torch.dtype, model: Path) -> list[str]:
         """Raise ConfigError for the adapter of another base; return what is not exact, or could not
         be checked.
 
-        digest: that of model.path in `dtype` (engine.lora_state.base_digest).
+        digest: that of model.path in `dtype` (engine.lora_state.base_digest).  model: model.path.
         """
         where, base = f"lora.path = {self.path}", self.config.get("base_model_name_or_path")
         saved, ours = self.metadata.get(DIGEST), str(dtype).removeprefix("torch.")
@@ -220,16 +260,40 @@ class PeftFolder:
                 f" than those of model.path ({digest} in {ours}); set model.path and model.dtype to"
                 f" those of its base ({base})"
             )
+        for name, original in self._copies().items():
+            with HFFiles(model) as files:
+                values = files.read(original)
+            copy = self.file.get_tensor(name)
+            if copy.shape != values.shape or not bool((copy == values).all()):
+                raise ConfigError(
+                    f"{where}: {name} is not {original} of model.path = {model}; the adapter is of"
+                    " another base, or its base was trained"
+                )
         notes = []
         if saved is None:
             notes.append(
                 f"{where}: has no digest of its base ({base}); only shapes were compared with"
                 " model.path"
             )
-        stored = {self.file.get_slice(name).get_dtype() for name in self.shapes}
+        stored = {self.file.get_slice(name).get_dtype() for name in self._names.values()}
         if "F32" in stored and dtype != torch.float32:
             notes.append(f"{where}: its values are float32; they are rounded to {ours}")
         return notes
+
+
+def are_equal(ours: Sequence[Values], theirs: Sequence[Values]) -> bool:
+    """Return True for equal adapters of the HF tensors of two experts."""
+    return all(
+        a is b if a is None or b is None else a[0].equal(b[0]) and a[1].equal(b[1])
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def our_name(name: str) -> str:
+    """Return our name of a factor that PEFT saved under `name`."""
+    module, _, factor = name.rpartition(".")
+    ours = {theirs: factor for factor, theirs in OF_EMBEDDING.items()}
+    return f"{module}.{ours[factor]}" if factor in ours else name
 
 
 def read_config(path: Path) -> dict[str, Any]:

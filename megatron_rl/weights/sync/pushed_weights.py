@@ -14,8 +14,8 @@ from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.export import HFTensor
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
-from megatron_rl.weights.hf.peft_folder import adapted
 from megatron_rl.weights.hf.rules import ONE_CALL
+from megatron_rl.weights.hf.targets import adapted
 from megatron_rl.weights.sync.servers import WeightPushError
 
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -46,7 +46,7 @@ def adapted_tensors(checkpoint: Path, targets: Iterable[str]) -> frozenset[str]:
     (ONE_CALL).
     """
     spec = make_spec(load_hf_config(checkpoint))
-    changing = {name for entry in adapted(spec, targets) for name in entry.hf_names}
+    changing = {name for entry in adapted(spec, tuple(targets)) for name in entry.hf_names}
     every = {name for entry in entries(spec) for name in entry.hf_names}
     for name in tuple(changing):
         if part := next(filter(name.endswith, ONE_CALL), None):

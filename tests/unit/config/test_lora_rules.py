@@ -25,12 +25,24 @@ BASE = ["--model.path", "unused", "--data.train", "unused"]
         (["--lora.targets"], "adapters need weights"),
         (["--lora.rank", "0", "--lora.path", "x"], "no adapter is trained"),
         (["--lora.alpha", "0"], r"lora\.alpha"),
+        (["--lora.rank", "0", "--lora.shared_pairs", "true"], "no adapter is trained"),
+        (
+            ["--lora.shared_pairs", "true", "--parallel.etp", "2"],
+            r"shared_pairs = true with parallel.etp = 2 and tp = 1: .* set parallel.etp to 1 or to",
+        ),
     ],
 )
 def test_what_adapters_exclude_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*BASE, "--lora.rank", "8", *options])
     load_config(None, [*BASE, "--lora.rank", "8"])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1), (4, 4)])
+def test_a_pair_is_shared_where_experts_are_whole_or_split_as_dense_weights(sizes):
+    tp, etp = map(str, sizes)
+    layout = ["--parallel.tp", tp, "--parallel.etp", etp, "--parallel.ep", "2"]
+    load_config(None, [*BASE, "--lora.rank", "8", "--lora.shared_pairs", "true", *layout])
 
 
 @pytest.mark.parametrize("field", ["gradient_accumulation_fusion", "moe_shared_expert_overlap"])

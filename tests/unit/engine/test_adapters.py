@@ -27,8 +27,8 @@ def layer():
     a, b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(6, 2))
     adapter = Adapter("w", module.weight, a, b, 0.5, None, None)
     module.weight.adapter = adapter
-    switch = Adapters([adapter])
-    use_merged_weights(module, {"weight": adapter}, switch)
+    switch = Adapters({module: {"weight": adapter}})
+    use_merged_weights(module, switch)
     return module, adapter, switch
 
 
@@ -52,8 +52,8 @@ def test_nothing_keeps_the_merged_weight_until_backward(layer, monkeypatch):
     module, _, _ = layer
     made, real = [], Adapter.merged
 
-    def merged(self):
-        result = real(self)
+    def merged(self, product=None):
+        result = real(self, product)
         made.append(weakref.ref(result.untyped_storage()))
         return result
 

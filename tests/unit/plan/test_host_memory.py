@@ -222,6 +222,40 @@ def test_the_gradient_of_the_head_is_beside_the_logits():
     assert head(*fused) == plain and head(*fused, overlap_grad_reduce=False) == 0
 
 
+def test_an_adapter_of_the_head_reads_its_gradient():
+    """The frozen head of other adapters has none; a fused one is summed in float32."""
+    table = 151_936 // 2 * 2048
+
+    def memory_of(targets, *overrides, stage=1):
+        lora = {"rank": 16, "targets": ["attention", *targets]}
+        cfg = config(*overrides, lora=lora, parallel={"tp": 2, "pp": 2})
+        sizes = memory.trained_parameters(SPEC, cfg, stage), head_gradient_bytes(SPEC, cfg)
+        return *sizes, memory.rank_memory(SPEC, cfg, 8, stage)
+
+    plain, none, before = memory_of([])
+    trained, gradient, after = memory_of(["lm_head"])
+    assert (none, gradient) == (0, 2 * table)
+    assert memory_of(["lm_head"], "--model.fused_lm_head", "true")[1] == 6 * table
+    assert trained.dense - plain.dense == 16 * (151_936 // 2 + 2048)
+    # W', and two float32 terms of the sum, in the place of an attention weight's
+    assert 9 * table < after.working - before.working < 10 * table
+    assert memory_of(["embedding"])[0] == plain
+    first = memory_of([], stage=0)[0], memory_of(["embedding"], stage=0)[0]
+    assert first[1].dense - first[0].dense == 16 * (151_936 // 2 + 2048)
+
+
+def test_a_shared_pair_is_counted_once_on_every_rank():
+    """Gate and up [2 * 768, 2048], down [2048, 768], of 48 layers; whole, or split by etp = tp."""
+    for etp, rows, columns in ((1, 1536 + 2048, 2048 + 768), (2, 768 + 2048, 2048 + 384)):
+        lora = {"rank": 16, "targets": ["experts"], "shared_pairs": True}
+        cfg = config(lora=lora, parallel={"tp": 2, "ep": 4, "etp": etp})
+        trained = memory.trained_parameters(SPEC, cfg, 0)
+        assert (trained.dense, trained.experts) == (48 * 16 * (rows + columns), 0)
+        each = config(lora=lora | {"shared_pairs": False}, parallel={"tp": 2, "ep": 4, "etp": etp})
+        of_each = memory.trained_parameters(SPEC, each, 0)
+        assert (of_each.dense, of_each.experts) == (0, 32 * trained.dense)
+
+
 def test_a_layout_with_the_fused_head_comes_before_more_recompute():
     """At a limit between both, the search fuses the head; Adam's float32 copies count as well."""
     cfg = config(model={"path": "qwen3-30b-a3b"})

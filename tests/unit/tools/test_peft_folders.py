@@ -18,6 +18,7 @@ from tests.dist.engines import make_engine
 from tests.families import FAMILIES, family_checkpoint, load_reference
 
 LORA = {"rank": 3, "alpha": 6.0}
+EVERY = {"targets": ["all", "embedding", "lm_head"]}
 LIMIT = 1e-6  # relative, of float64 logits of weights that are rounded to float32
 
 
@@ -93,7 +94,10 @@ def test_peft_computes_the_logits_of_the_merged_weights(family: str, tmp_path: P
     check_logits(base, folder, merged)
 
 
-@pytest.mark.parametrize("targets", [["attention"], ["experts"], ["linear_fc1"], ["mlp"]])
+@pytest.mark.parametrize(
+    "targets",
+    [["attention"], ["experts"], ["linear_fc1"], ["mlp"], ["embedding"], ["output_layer"]],
+)
 def test_some_targets_alone(targets: list[str], tmp_path: Path) -> None:
     """Among them one parameter of the experts without the other, which peft names otherwise."""
     base = family_checkpoint(tmp_path / "base", "qwen2_moe")
@@ -105,11 +109,39 @@ def test_some_targets_alone(targets: list[str], tmp_path: Path) -> None:
     engine.parallel.destroy()
 
 
+def test_experts_that_share_a_pair_have_equal_copies_of_it(tmp_path: Path) -> None:
+    """They are read back into one pair, or into one each; others into one each alone."""
+    base = family_checkpoint(tmp_path / "base", "qwen2_moe")
+    merged, run, folder = exported(base, tmp_path, {"shared_pairs": True})
+    check_logits(base, folder, merged)
+    for name, tensor in load_file(folder / TENSORS).items():
+        if ".experts" in name:
+            copies = tensor.chunk(8) if "lora_A" in name else tensor.unflatten(1, (3, 8)).unbind(2)
+            assert all(copy.equal(copies[0]) for copy in copies), name
+    assert main(["megatron-to-hf", "--megatron", str(run), "--out", str(tmp_path / "hf")]) == 0
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    converted = load_file(file)
+    assert all(converted[name].equal(tensor) for name, tensor in merged.items())
+    for shared in (True, False):
+        lora = LORA | {"path": str(folder), "shared_pairs": shared}
+        engine = make_engine(base, lora=lora, measure=False, replay="none")
+        pairs = {id(a.b) for a in engine.adapters.all if ".mlp.experts." in a.entry.name}
+        assert len(pairs) == (2 if shared else 16) * 2, "of two MoE layers"
+        assert all(tensor.equal(merged[name]) for name, tensor in engine.export())
+        engine.parallel.destroy()
+    (tmp_path / "other").mkdir()
+    _, _, folder = exported(base, tmp_path / "other")
+    message = r"experts of .*linear_fc1.weight have different adapters"
+    refused(base, message, {"path": str(folder), "shared_pairs": True})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_back_into_a_run_and_merged_are_bit_equal(dtype: str, tmp_path: Path) -> None:
     base = family_checkpoint(tmp_path / "base", "deepseek_v3", dtype=getattr(torch, dtype))
-    merged, run, folder = exported(base, tmp_path, {"rslora": True}, dtype)
-    lora = LORA | {"rslora": True, "path": str(folder)}
+    merged, run, folder = exported(base, tmp_path, {"rslora": True} | EVERY, dtype)
+    if dtype == "float32":
+        check_logits(base, folder, merged)
+    lora = LORA | {"rslora": True, "path": str(folder)} | EVERY
     engine = make_engine(base, lora=lora, measure=False, replay="none", model={"dtype": dtype})
     again = {name: tensor.clone() for name, tensor in engine.export()}
     engine.parallel.destroy()
@@ -176,6 +208,23 @@ def test_an_adapter_of_peft_with_an_a_for_each_of_q_and_v(tmp_path: Path) -> Non
     engine.parallel.destroy()
     message = r"needs rank 4, for 2 matrices A of .*q_proj"
     refused(base, message, lora | {"rank": 3, "alpha": 12.0})
+
+
+def test_an_adapter_of_peft_with_the_base_of_embedding_and_lm_head(tmp_path: Path) -> None:
+    """peft saves these two weights beside their adapters: they must be those of model.path."""
+    base = family_checkpoint(tmp_path / "base", "qwen3_moe")
+    modules = ["embed_tokens", "lm_head", "o_proj"]
+    expected = adapter_of_peft(base, tmp_path / "peft", modules)
+    names = load_file(tmp_path / "peft" / TENSORS).keys()
+    assert sum(name.endswith("base_layer.weight") for name in names) == 2
+    targets = ["linear_proj", "embedding", "lm_head"]
+    lora = {"rank": 2, "alpha": 8.0, "targets": targets, "path": str(tmp_path / "peft")}
+    engine = make_engine(base, lora=lora, measure=False, replay="none")
+    for name, tensor in engine.export():
+        assert ".experts." in name or torch.allclose(tensor, expected[name], atol=1e-6), name
+    engine.parallel.destroy()
+    other = family_checkpoint(tmp_path / "other", "qwen3_moe", seed=1)
+    refused(other, r"embed_tokens.base_layer.weight is not model.embed_tokens.weight", lora)
 
 
 def test_an_adapter_with_experts_one_by_one(tmp_path: Path) -> None:

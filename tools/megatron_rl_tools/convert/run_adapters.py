@@ -13,20 +13,20 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_rl.checkpoint.folder import STATE, State, read_state
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.adapter import wide
-from megatron_rl.engine.lora import make_adapter, places
+from megatron_rl.engine.adapter import Adapter, wide
+from megatron_rl.engine.lora import make_adapter, make_factors, places
 from megatron_rl.engine.lora_state import CoreModule, save_adapters
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.weights.adapters import PREFIX, is_adapter, is_target
+from megatron_rl.weights.adapters import is_adapter
 from megatron_rl.weights.hf.entries import Entry, entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import to_hf
@@ -78,23 +78,23 @@ class RunAdapters:
         on_meta = dataclasses.replace(parallel, device=torch.device("meta"))
         with torch.device("meta"):
             (chunk,) = make_model(spec, model, core, on_meta)
-        by_module: dict[nn.Module, dict[str, str]] = {}
-        for place in list(places(chunk, spec, parallel)):
-            if is_target(place.entry.name, self.lora.targets):
-                weight, rank = getattr(place.module, place.attribute), self.lora.rank
-                rows, columns = weight.shape
+        owned: dict[nn.Module, dict[str, Adapter]] = {}
+        adapted = places(chunk, spec, parallel, self.lora)
+        for place in adapted:
+            weight, rank = getattr(place.module, place.attribute), self.lora.rank
+            rows, columns = weight.shape
+            if not place.has_factors:
                 values = weight.new_empty(rank, columns), weight.new_empty(rows, rank)
-                make_adapter(place, parallel, self.lora, values)
-                by_module.setdefault(place.module, {})[place.attribute] = place.entry.name
-        for module, names in by_module.items():
-            adapters = {attribute: getattr(module, attribute).adapter for attribute in names}
+                make_factors(place, parallel, values)
+            adapter = make_adapter(place, parallel, self.lora)
+            owned.setdefault(place.owner, {})[place.suffix] = adapter
+        for module, adapters in owned.items():
             save_adapters(module, adapters, parallel, spec)
         request = {key: on_host(part) for key, part in adapter_tensors(chunk).items()}
         chunk.load_state_dict(SafeCheckpoint(self.path).load(request), strict=False, assign=True)
         return {
-            name: Factors(*(factor_of(module, factor, attribute) for factor in "ab"))
-            for module, names in by_module.items()
-            for attribute, name in names.items()
+            place.name: Factors(place.factor("a").detach(), place.factor("b").detach())
+            for place in adapted
         }
 
     def check_base(self, files: HFFiles, spec: ModelSpec) -> None:
@@ -157,12 +157,6 @@ def on_host(
     """Return the request with memory for its values."""
     part.data = torch.empty(part.data.shape, dtype=part.data.dtype)
     return part
-
-
-def factor_of(module: nn.Module, factor: str, attribute: str) -> Tensor:
-    name = f"{PREFIX}{factor}{attribute.removeprefix('weight')}"
-    values: Tensor = getattr(module, name).detach()
-    return values
 
 
 def digest_of(files: HFFiles, spec: ModelSpec, dtype: torch.dtype) -> str:
