@@ -10,8 +10,8 @@ from examples.experiments.experiment import Experiment, Line, Table
 from examples.paper_tiny.cells import EXPERIMENT as PAPER_TINY
 
 LIKE = PAPER_TINY.tables["n2"]
-FULL_RATES = (4e-4, 8e-4, 1.6e-3)
-ADAPTER_RATES = (2e-3, 4e-3, 8e-3)
+FULL_RATES = (2e-4, 4e-4, 8e-4, 1.6e-3)
+ADAPTER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = {"full": 0, "rank1": 1, "rank8": 8, "rank64": 64}
 SEARCH_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
 

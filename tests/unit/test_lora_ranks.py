@@ -20,7 +20,7 @@ def test_cells_differ_in_adapters_and_rate():
         assert not lora["rank"] or lora["alpha"] == 2 * lora["rank"]
         cfg["run"].pop("name")
         others.append(cfg)
-    assert len(CELLS) == 12 and all(cfg == others[0] for cfg in others)
+    assert len(CELLS) == 19 and all(cfg == others[0] for cfg in others)
 
 
 def test_the_table_compares_the_best_rates_on_seeds_that_the_search_did_not_see(tmp_path):
