@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config import Config
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.adapters import can_have_adapter, is_target
+from megatron_rl.weights.hf.adapter_export import adapter_tensors
 from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
 
 
@@ -70,6 +73,14 @@ def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int
     for weight in weights:
         sums[weight.is_expert] += rank * weight.num_weights * (weight.rows + weight.columns)
     return sums[0], sums[1]
+
+
+def sent_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the number of values that rollout.weight_sync = adapter sends: q, k and v have a copy
+    of one A each.
+    """
+    tensors = (shapes for _, shapes in adapter_tensors(spec, lora))
+    return sum(math.prod(shape) for shapes in tensors for shape in shapes.values())
 
 
 def merged_bytes(weights: Sequence[AdaptedWeight], size: int, *, te: bool) -> int:
