@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from megatron_rl.config import Config
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.adapters import can_have_adapter, is_target
-from megatron_rl.weights.hf.adapter_export import adapter_tensors
 from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
 
 
@@ -76,11 +74,12 @@ def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int
 
 
 def sent_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Return the number of values that rollout.weight_sync = adapter sends: q, k and v have a copy
-    of one A each.
+    """Return the number of values that rollout.weight_sync = adapter sends: A and B of each HF
+    tensor, so that q, k and v have a copy of one A each.
     """
-    tensors = (shapes for _, shapes in adapter_tensors(spec, lora))
-    return sum(math.prod(shape) for shapes in tensors for shape in shapes.values())
+    layers = targets_by_layer(spec, lora.targets).values()
+    shapes = (shape for layer in layers for entry, _ in layer for _, shape in entry.hf)
+    return sum(lora.rank * sum(shape) for shape in shapes)
 
 
 def merged_bytes(weights: Sequence[AdaptedWeight], size: int, *, te: bool) -> int:

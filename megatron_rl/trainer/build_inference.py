@@ -49,7 +49,7 @@ from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.rollout.server.teacher_servers import checkpoint_problems, start_teachers
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
-from megatron_rl.weights.hf.adapter_export import adapter_tensors, export_adapters
+from megatron_rl.weights.hf.adapter_export import export_adapters, slot_weights
 from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.sync.adapter_push import AdapterPusher
 from megatron_rl.weights.sync.push import WeightPusher
@@ -275,7 +275,7 @@ def make_export(cfg: Config, engine: Engine) -> Callable[[], HFStream]:
     """
     if cfg.rollout.weight_sync != "adapter":
         return partial(engine.export_parts, max_sources(cfg, engine.parallel))
-    adapter_tensors(engine.spec, cfg.lora)
+    slot_weights(engine.spec, cfg.lora)
     return partial(export_adapters, engine.chunks, engine.spec, engine.parallel, cfg.lora)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
 
+SLOT_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""HF's names of the modules that servers have slots for (rollout.weight_sync = adapter)."""
+
 
 def lora_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what adapters exclude."""
@@ -42,7 +45,7 @@ def adapter_sync_problems(cfg: AllSections) -> Iterator[str]:
     """Yield why adapters alone cannot be sent to the servers."""
     setting, merged = "rollout.weight_sync = adapter", "set another rollout.weight_sync"
     if not cfg.lora.rank:
-        yield f"{setting} with lora.rank = 0: there is no adapter to send; set lora.rank, or {merged}"
+        yield f"{setting} with lora.rank = 0: no adapter is trained; set lora.rank, or {merged}"
     elif cfg.lora.targets != ("attention",):
         yield (
             f"{setting} needs lora.targets = ['attention'], got {list(cfg.lora.targets)}: SGLang"

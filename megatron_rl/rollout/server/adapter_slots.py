@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from megatron_rl.config import Config
 from megatron_rl.config.device_limits import Device
+from megatron_rl.config.rules.adapter_rules import SLOT_MODULES
 from megatron_rl.rollout.server.server_info import ServerError, ServerInfo
-from megatron_rl.weights.hf.adapter_export import SLOT_MODULES
 
 
 def max_age(cfg: Config) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.rules.adapter_rules import SLOT_MODULES
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.entries import Entry
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
     from megatron_rl.distributed import Parallel
 
-SLOT_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""HF's names of the modules that servers have slots for."""
-Shape = tuple[int, ...]
-
 
 class Factors(Protocol):
     """This rank's shards of an adapter (engine/adapter.py)."""
@@ -35,27 +32,21 @@ class Factors(Protocol):
     b: torch.Tensor
 
 
-def adapter_tensors(spec: ModelSpec, lora: LoraConfig) -> list[tuple[Entry, dict[str, Shape]]]:
-    """Return the weights with an adapter, each with name -> shape of the tensors that are sent:
-    A [r, i], then B [o, r], of each HF tensor.
+def slot_weights(spec: ModelSpec, lora: LoraConfig) -> list[Entry]:
+    """Return the weights with an adapter.
 
-    Raises ConfigError for a weight that servers have no slot for.
+    Raises ConfigError for one that servers have no slot for.
     """
-    tensors = []
-    for entry in adapted(spec, lora.targets):
-        shapes: dict[str, Shape] = {}
-        for name, (rows, columns) in entry.hf:
-            module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] not in SLOT_MODULES:
-                raise ConfigError(
-                    f"rollout.weight_sync = adapter with lora.targets = {list(lora.targets)}:"
-                    f" servers have slots for {', '.join(SLOT_MODULES)}, and none for {module}; set"
-                    " another rollout.weight_sync, which sends merged weights"
-                )
-            shapes[f"{ROOT}{module}.lora_A.weight"] = (lora.rank, columns)
-            shapes[f"{ROOT}{module}.lora_B.weight"] = (rows, lora.rank)
-        tensors.append((entry, shapes))
-    return tensors
+    weights = adapted(spec, lora.targets)
+    for name in (name for entry in weights for name in entry.hf_names):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in SLOT_MODULES:
+            raise ConfigError(
+                f"rollout.weight_sync = adapter with lora.targets = {list(lora.targets)}: servers"
+                f" have slots for {', '.join(SLOT_MODULES)}, and none for {module}; set another"
+                " rollout.weight_sync, which sends merged weights"
+            )
+    return weights
 
 
 @torch.no_grad()
@@ -66,11 +57,12 @@ def export_adapters(
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     dtype = next(iter(parameters.values())).dtype
-    shapes_of = {entry.name: shapes for entry, shapes in adapter_tensors(spec, lora)}
+    names = {entry.name for entry in slot_weights(spec, lora)}
     for entry, ranks, source in plan_export(chunks, spec, parallel):
-        if (shapes := shapes_of.get(entry.name)) is None:
+        if entry.name not in names:
             continue
-        values: Sequence[torch.Tensor | None] = [None] * len(shapes)
+        a: torch.Tensor | None = None
+        rows: Sequence[torch.Tensor | None] = [None] * len(entry.hf)
         if parallel.rank in ranks:
             factors = cast(Factors, parameters[entry.name].adapter)  # type: ignore[attr-defined]
             is_row = entry.rule.kind == "row"  # its A is sharded, that of others is a copy
@@ -80,7 +72,8 @@ def export_adapters(
                 parts = gather_shards(sharded, source, ranks, parallel.tp_group)
             if parallel.rank == source:
                 a = torch.cat(parts, dim=1) if is_row else factors.a
-                rows = to_hf(entry, [factors.b] if is_row else parts, spec)
-                values = [tensor for _, b in rows for tensor in (a, b)]
-        for (name, shape), tensor in zip(shapes.items(), values, strict=True):
-            yield HFTensor(name, shape, dtype, source, tensor)
+                rows = [b for _, b in to_hf(entry, [factors.b] if is_row else parts, spec)]
+        for (name, (height, width)), b in zip(entry.hf, rows, strict=True):
+            module = ROOT + name.removesuffix(".weight")
+            yield HFTensor(f"{module}.lora_A.weight", (lora.rank, width), dtype, source, a)
+            yield HFTensor(f"{module}.lora_B.weight", (height, lora.rank), dtype, source, b)

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Sequence
 import httpx
 import torch
 
+from megatron_rl.config.rules.adapter_rules import SLOT_MODULES
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.distributed.ranks import Ranks
-from megatron_rl.weights.hf.adapter_export import SLOT_MODULES
 from megatron_rl.weights.hf.export import HFTensor, on_rank_0
 from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.write import drain
