@@ -27,10 +27,11 @@ CHECKSUM = (
     " print('fine')"
 )
 PIN = (
-    "import torch; from types import SimpleNamespace as N; from sglang.srt.lora.backend import"
-    " torch_backend; B = torch_backend.TorchNativeLoRABackend; from sglang.srt.model_executor.forward_batch_info import"
-    " ForwardMode as M; B(2, torch.device('cpu')).prepare_lora_batch(N(forward_mode=M.DECODE,"
-    " batch_size=1), [1], [0, 4], [0.0, 2.0], False); print('fine')"
+    "import torch; from types import SimpleNamespace; from sglang.srt.lora.backend import"
+    " torch_backend; from sglang.srt.model_executor.forward_batch_info import ForwardMode; batch ="
+    " SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1);"
+    " torch_backend.TorchNativeLoRABackend(2, torch.device('cpu')).prepare_lora_batch(batch, [1],"
+    " [0, 4], [0.0, 2.0], False); print('fine')"
 )
 IS_CPU = "from sglang.srt.utils import is_cpu; assert is_cpu()"
 
