@@ -185,7 +185,7 @@ class AdapterPusher:
             digests = checkpoint_digests(base) if is_hashed else None
             what = f"model.path = {base.checkpoint}, the base of this run's adapters"
             verified = self.verifier.verify(self.servers, digests, what)
-        self.starts = starts
+        self.starts |= starts
         return verified
 
     def _body(self, tensors: Tensors, version: int) -> Json:
