@@ -164,7 +164,7 @@ def main() -> None:
     print("A weight sync of attention adapters in bfloat16, computed:\n")
     print_bytes()
     print(
-        f"\n|log mu - log pi| in nats per token: rank {RANK}, scale 2, the"
+        f"\nDifference of log mu and log pi, nats per token: rank {RANK}, scale 2, the"
         f" norm of s B A is {SIZE} of that of W, experts replayed, measured:\n"
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@ has the log-prob and the experts of transformers on merged weights, and the vers
 that its request named.
 """
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from, wrong_tokens
 from tests.e2e.test_rollout import running_requests
+from tests.e2e.test_train import make_material, start
 from tests.fake_server import wait_for
 from tests.one_rank import given
 from tests.tiny import changed_checkpoint, random_checkpoint
@@ -147,6 +149,18 @@ def inference(cfg, server, adapters):
 def loaded(url: str) -> list[str]:
     models = httpx.get(f"{url}/v1/models").json()["data"]
     return [model["id"] for model in models if model["parent"]]
+
+
+@pytest.mark.slow
+def test_a_run_has_the_log_probs_of_its_adapters(tmp_path):
+    material = make_material(tmp_path, num_hidden_layers=3)
+    lora = ("--lora.rank", "4", "--lora.targets", "attention", "--optim.lr", "0.05")
+    process = start(material, tmp_path, steps=3, push="adapter", extra=lora)
+    assert process.wait(600) == 0, (tmp_path / "output.txt").read_text()
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    largest = [row["train/logratio_abs_max"] for row in rows if "train/logratio_abs_max" in row]
+    assert len(largest) == 3 and max(largest) < 1e-4
 
 
 def rollouts_of(groups: list[Group]) -> list[Rollout]:

@@ -13,7 +13,8 @@ servers, in this order:
 
 After a failure no server has half-updated weights: the next push loads what is missing.  SGLang
 (source of 0.5.21) scales by lora_alpha / r, whatever use_rslora says, compares no shapes, and dies
-of a tensor whose checksum is not the expected one.
+of a tensor whose checksum is not the expected one.  It takes a pickle of the tensors for each of
+its ranks; we write pickles and read none.
 """
 
 from __future__ import annotations
