@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config import Config
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.entries import Entry, shard_shape
 from megatron_rl.weights.hf.targets import adapted
@@ -74,6 +75,14 @@ def adapter_parameters(weights: Sequence[AdaptedWeight], rank: int) -> tuple[int
     for weight in weights:
         sums[weight.is_expert] += rank * weight.num_pairs * (weight.rows + weight.columns)
     return sums[0], sums[1]
+
+
+def sent_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the number of values that rollout.weight_sync = adapter sends: A and B of each HF
+    tensor, so that q, k and v have a copy of one A each.
+    """
+    shapes = (shape for entry in adapted(spec, lora.targets) for _, shape in entry.hf)
+    return sum(lora.rank * sum(shape) for shape in shapes)
 
 
 def merged_bytes(weights: Sequence[AdaptedWeight], size: int, *, te: bool) -> int:

@@ -55,7 +55,9 @@ def weight_holders(parallel: ParallelConfig) -> int:
 def weight_sources(cfg: Config) -> int:
     """Return the number of ranks that send in a weight sync."""
     rollout, holders = cfg.rollout, weight_holders(cfg.parallel)
-    most = {"distributed": rollout.weight_sync_sources, "disk": holders, "colocated": 1}
+    most = {
+        "distributed": rollout.weight_sync_sources, "disk": holders, "colocated": 1, "adapter": 1,
+    }  # fmt: skip
     return min(holders, most[rollout.weight_sync])
 
 

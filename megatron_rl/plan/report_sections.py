@@ -32,6 +32,7 @@ from megatron_rl.plan.phases import Phase, broadcast_bytes
 from megatron_rl.plan.refusals import Machine
 from megatron_rl.plan.server_time import DecodeModel, configured_servers, score_seconds
 from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl.rollout.server.adapter_slots import slot_options
 from megatron_rl.rollout.server.process import server_command
 
 SLOW_SAMPLING = 10
@@ -239,9 +240,10 @@ def started_lines(cfg: Config) -> Iterator[str]:
     # dtype = auto is read from the checkpoint, which a well-known model does not have
     if is_known(cfg.model.path) and rollout.dtype == "auto":
         rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
+    args = (*slot_options(cfg, device), *rollout.server_args)
     command = server_command(
         cfg.model.path,
-        rollout,
+        rollout.model_copy(update={"server_args": args}),
         device=device,
         port=rollout.port,
         seed=cfg.run.seed,

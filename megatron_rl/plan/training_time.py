@@ -21,6 +21,7 @@ from megatron_rl.models.cost import attention_width, layer_weights
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan import activations, grid, memory
 from megatron_rl.plan.adam_bytes import adam_bytes
+from megatron_rl.plan.adapter_sizes import sent_parameters
 from megatron_rl.plan.grid import dp_size, expert_dp_size, weight_holders, weight_sources
 from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
 from megatron_rl.plan.lengths import lengths_of
@@ -164,6 +165,8 @@ class TrainingModel:
         """
         spec, rates, parallel = self.spec, self.rates, self.cfg.parallel
         size, sources = self.sync_bytes, weight_sources(self.cfg)
+        if self.cfg.rollout.weight_sync == "adapter":  # one call, nothing beside its tensors
+            return size / rates.network
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
@@ -182,7 +185,9 @@ class TrainingModel:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one copy of the weights; every source sends 1 / sources of them."""
+        """Bytes of one copy of what is sent; every source sends 1 / sources of them."""
+        if self.cfg.rollout.weight_sync == "adapter":
+            return SERVED * sent_parameters(self.spec, self.cfg.lora)
         return SERVED * memory.full_model(self.spec).total
 
     @cached_property

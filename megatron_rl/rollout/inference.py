@@ -12,7 +12,7 @@ its requests (rollout.weight_update = in_place); `renew` follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, Unpack
@@ -28,8 +28,9 @@ from megatron_rl.rollout.client.sampling import Sampling, SamplingSettings
 from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.weights.hf.export import HFStream
-from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.hf.export import HFStream, HFTensor
+from megatron_rl.weights.sync.push_records import PushReport
+from megatron_rl.weights.sync.servers import Servers, WeightPushError
 
 
 class SamplingStopped(RuntimeError):
@@ -54,6 +55,39 @@ class TrainerMemory(Protocol):
         ...
 
 
+class Pusher(Protocol):
+    """Sends weights to the servers, on every rank (weights/sync/push.py, adapter_push.py)."""
+
+    servers: Servers
+
+    def push(
+        self,
+        export: Callable[[], Iterable[HFTensor]],
+        version: int,
+        *,
+        serve: bool = True,
+        keep_requests: bool = False,
+    ) -> PushReport:
+        """Send the tensors of export() as `version`.  Collective."""
+        ...
+
+    def serve(self, version: int) -> None:
+        """Let the servers serve `version`, after a push with serve = False.  On rank 0."""
+        ...
+
+    def release_memory(self) -> None:
+        """Let the servers free their GPU memory until the next push.  On rank 0."""
+        ...
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Push to these servers from now on."""
+        ...
+
+    def close(self) -> None:
+        """Leave the servers."""
+        ...
+
+
 @dataclass
 class Inference:
     """The servers of a run, as one rank uses them."""
@@ -62,7 +96,7 @@ class Inference:
     """Yields the current weights as HF tensors, each on one rank.  Collective."""
     client: RolloutClient | None
     """Samples; on the leaders of replicas."""
-    pusher: WeightPusher | None
+    pusher: Pusher | None
     """Sends weights; on every rank."""
     server_pool: ServerPool | None
     """The servers that this run started, on rank 0; None with rollout.urls."""
@@ -317,7 +351,7 @@ class Inference:
             return False
         return True
 
-    def _own_pusher(self) -> WeightPusher:
+    def _own_pusher(self) -> Pusher:
         if self.pusher is None:
             raise RuntimeError("no weights are sent without a pusher on every rank")
         return self.pusher

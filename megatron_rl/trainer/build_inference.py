@@ -32,7 +32,8 @@ from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.teacher_check import check_teachers
 from megatron_rl.rollout.client.teachers import Teachers
-from megatron_rl.rollout.inference import Inference
+from megatron_rl.rollout.inference import Inference, Pusher
+from megatron_rl.rollout.server.adapter_slots import check_slots, max_age, slot_options
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     accepted_lines,
@@ -48,6 +49,9 @@ from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.rollout.server.teacher_servers import checkpoint_problems, start_teachers
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
+from megatron_rl.weights.hf.adapter_export import export_adapters, slot_weights
+from megatron_rl.weights.hf.export import HFStream
+from megatron_rl.weights.sync.adapter_push import AdapterPusher
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights, adapted_tensors
 from megatron_rl.weights.sync.servers import ServerAccess
@@ -69,6 +73,7 @@ def make_inference(
     """
     parallel, console = engine.parallel, services.console
     check_room(cfg, engine.spec, parallel)
+    export = make_export(cfg, engine)
     starts_servers = parallel.rank == 0 and not cfg.rollout.urls
     server_pool = make_server_pool(cfg, parallel, console) if starts_servers else None
     memory = engine.offload if cfg.rollout.release_memory else None
@@ -85,7 +90,7 @@ def make_inference(
     if parallel.is_replica_leader:
         leader = make_leader(cfg, parallel, engine.spec, tokenizer, servers, stack, services)
     inference = Inference(
-        partial(engine.export_parts, max_sources(cfg, parallel)),
+        export,
         client=None if leader is None else leader.client,
         pusher=make_pusher(cfg, parallel, servers, server_pool, stack),
         server_pool=server_pool,
@@ -119,9 +124,13 @@ def check_room(cfg: Config, spec: ModelSpec, parallel: Parallel) -> None:
 def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
     """Return the servers that rank 0 starts and owns."""
     device = device_type(parallel)
+    changes = {
+        "start_timeout_seconds": cfg.start_seconds(device),
+        "server_args": (*slot_options(cfg, device), *cfg.rollout.server_args),
+    }
     return ServerPool(
         cfg.model.path,
-        cfg.rollout.model_copy(update={"start_timeout_seconds": cfg.start_seconds(device)}),
+        cfg.rollout.model_copy(update=changes),
         device=device,
         log_dir=RunFolder(cfg.run_dir).logs,
         seed=cfg.run.seed,
@@ -178,6 +187,7 @@ def find_servers(
         )
         check_settings(info, cfg.rollout, want_routes=cfg.needs_routes)
         check_in_place(info, cfg.rollout)
+        check_slots(info, cfg)
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
         console.log(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts"
@@ -212,6 +222,7 @@ def make_leader(
         spec=spec,
         want_routes=cfg.needs_routes,
         drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+        by_adapter=cfg.rollout.weight_sync == "adapter",
         episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
         run=servers.run,
         teachers=make_teachers(cfg, spec),
@@ -257,13 +268,24 @@ def make_teachers(cfg: Config, spec: ModelSpec) -> Teachers | None:
     return Teachers(teachers, cfg.rollout, spec.vocab_size, top_k) if teachers else None
 
 
+def make_export(cfg: Config, engine: Engine) -> Callable[[], HFStream]:
+    """Return what yields the tensors of a weight sync.
+
+    Raises ConfigError for adapters that servers have no slots for.
+    """
+    if cfg.rollout.weight_sync != "adapter":
+        return partial(engine.export_parts, max_sources(cfg, engine.parallel))
+    slot_weights(engine.spec, cfg.lora)
+    return partial(export_adapters, engine.chunks, engine.spec, engine.parallel, cfg.lora)
+
+
 def make_pusher(
     cfg: Config,
     parallel: Parallel,
     servers: FoundServers,
     server_pool: ServerPool | None,
     stack: ExitStack,
-) -> WeightPusher:
+) -> Pusher:
     """Return what sends new weights to the servers, on every rank.
 
     Raises ValueError for ranks that cannot reach them.
@@ -281,30 +303,39 @@ def make_pusher(
     places = None
     if parallel.device.type == "cuda" and server_pool is not None:
         places = gpus_of(cfg, server_pool)
-    pusher = WeightPusher(
-        ServerAccess(
-            servers.urls,
-            rollout.weight_sync_timeout_seconds,
-            headers=auth_headers(rollout),
-            settings=servers.settings,
-        ),
-        PushedWeights(
-            cfg.model.path,
-            getattr(torch, served),
-            fp8_keep=rollout.quantize_keep if rollout.quantize == "fp8" else None,
-            changing=adapted_tensors(cfg.model.path, cfg.lora.targets) if cfg.lora.rank else None,
-        ),
-        TransportSettings(
+    access = ServerAccess(
+        servers.urls,
+        rollout.weight_sync_timeout_seconds,
+        headers=auth_headers(rollout),
+        settings=servers.settings,
+    )
+    weights = PushedWeights(
+        cfg.model.path,
+        getattr(torch, served),
+        fp8_keep=rollout.quantize_keep if rollout.quantize == "fp8" else None,
+        changing=adapted_tensors(cfg.model.path, cfg.lora.targets) if cfg.lora.rank else None,
+    )
+    verifies = rollout.verify_push == "checksum"
+    pusher: Pusher
+    if rollout.weight_sync == "adapter":
+        pusher = AdapterPusher(
+            access, weights, cfg.lora,
+            device=parallel.device, max_age=max_age(cfg), verifies=verifies,
+            ranks=Ranks.of(parallel), run=servers.run,
+        )  # fmt: skip
+    else:
+        sending = TransportSettings(
             rollout.weight_sync,
             bucket_mb=rollout.weight_sync_bucket_mb,
             device=parallel.device,
             disk_dir=RunFolder(cfg.run_dir).weights,
             places=places,
-        ),
-        verify_every=rollout.verify_push_every if rollout.verify_push == "checksum" else 0,
-        ranks=Ranks.of(parallel),
-        run=servers.run,
-    )
+        )
+        pusher = WeightPusher(
+            access, weights, sending,
+            verify_every=rollout.verify_push_every if verifies else 0,
+            ranks=Ranks.of(parallel), run=servers.run,
+        )  # fmt: skip
     stack.callback(pusher.close)
     return pusher
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.rules.adapter_rules import lora_problems
 from megatron_rl.config.rules.sft_rules import sft_problems
 from megatron_rl.config.rules.teacher_rules import teacher_problems
 from megatron_rl.config.rules.teacher_servers import started_problems
@@ -81,42 +82,6 @@ def time_problems(cfg: AllSections) -> Iterator[str]:
             f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of "
             f"run.num_mini_batches = {run.num_mini_batches}: mini-batches hold complete prompt "
             "groups"
-        )
-
-
-def lora_problems(cfg: AllSections) -> Iterator[str]:
-    """Yield what adapters exclude."""
-    if not cfg.lora.rank:
-        return
-    if cfg.model.provider == "bridge":
-        yield (
-            f"lora.rank = {cfg.lora.rank} with model.provider = bridge: adapters are proven for the"
-            " native provider only; set model.provider = native, or lora.rank = 0"
-        )
-    if cfg.megatron.is_on("gradient_accumulation_fusion"):
-        yield (
-            "megatron.gradient_accumulation_fusion = true with lora.rank > 0: core would add the"
-            " gradient of a weight to a buffer that frozen weights do not have; set it to false"
-        )
-    if cfg.megatron.is_on("moe_shared_expert_overlap"):
-        yield (
-            "megatron.moe_shared_expert_overlap = true with lora.rank > 0: core would compute"
-            " shared experts on another stream, in parts that were never compared with adapters;"
-            " set it to false"
-        )
-    parallel = cfg.parallel
-    if cfg.lora.shared_pairs and parallel.expert_tp not in (1, parallel.tp):
-        yield (
-            f"lora.shared_pairs = true with parallel.etp = {parallel.expert_tp} and tp ="
-            f" {parallel.tp}: core reduces the gradient of a pair over ranks of one tensor rank,"
-            " which would have other parts of the experts; set parallel.etp to 1 or to tp"
-        )
-    slots = [arg for arg in cfg.rollout.server_args if arg.startswith(("--lora", "--enable-lora"))]
-    if slots:
-        yield (
-            f"rollout.server_args has {slots[0]} with lora.rank = {cfg.lora.rank}: adapters are not"
-            " loaded into servers' slots (/load_lora_adapter); they get merged weights, to which a"
-            " slot would add another adapter; remove it"
         )
 
 

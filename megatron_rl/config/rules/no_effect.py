@@ -58,6 +58,11 @@ def needs(cfg: AllSections) -> list[Need]:
             "rollout.weight_sync = distributed",
         ),
         (
+            "rollout.weight_sync_bucket_mb verify_push_every", rollout.weight_sync != "adapter",
+            "rollout.weight_sync = adapter, which sends and verifies all in one call",
+            "rollout.weight_sync = distributed",
+        ),
+        (
             "rollout.quantize_keep", rollout.quantize != "none",
             "rollout.quantize = none", "rollout.quantize = fp8",
         ),

@@ -127,16 +127,17 @@ class RolloutConfig(Section):
     """Treatment by a weight sync of responses that are sampled ahead.  drain: it waits for the
     groups in progress; abort: they are cut short, and continue from a prefill with the new weights;
     in_place: servers keep them, and continue with the new weights over keys and values of the old
-    ones (docs/guides/sampling.md)."""
+    ones (docs/guides/sampling.md); with weight_sync = adapter, with the weights they began with."""
     # recording
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
     """Also record, token by token, what the servers returned and what the trainer knew, in side
     files of rollouts (docs/reference/token_data.md).  A number: of this share of a step's
     groups, at least one; true: of all."""
     # weight sync
-    weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
-    """Way of new weights to the servers: a broadcast per bucket, a checkpoint on a shared disk, or
-    shared memory of this machine (only servers this run starts)."""
+    weight_sync: Literal["distributed", "disk", "colocated", "adapter"] = "distributed"
+    """Way of new weights to the servers: a broadcast per bucket, a checkpoint on a shared disk,
+    shared memory of this machine (only servers this run starts), or with [lora] the adapters alone,
+    to servers that keep the base (docs/guides/lora.md#adapters-on-servers)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
     weight_sync_sources: Positive = 1

@@ -52,6 +52,7 @@ class RolloutClient(GroupSampler):
     All servers at `urls` serve the model of `spec`.
     drop_missing_routes: a sample with a row that holds no route is requested again
     (replay.on_missing_route = drop_sample).
+    by_adapter: requests name the adapter of their version (rollout.weight_sync = adapter).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     run: the run whose weights the servers have (weights/version.py).
     teachers: they score the groups that name one, each as soon as it is sampled.
@@ -65,11 +66,13 @@ class RolloutClient(GroupSampler):
         spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
+        by_adapter: bool = False,
         episodes: Episodes | None = None,
         run: str = "",
         teachers: Teachers | None = None,
     ) -> None:
-        super().__init__(urls, cfg, SampleRules(spec, want_routes, drop_missing_routes), run)
+        rules = SampleRules(spec, want_routes, drop_missing_routes, by_adapter)
+        super().__init__(urls, cfg, rules, run)
         self.episodes, self.teachers = episodes, teachers
         # made once, as reading certificates takes 20 ms, too long for the event loop
         self._tls = httpx.create_ssl_context(trust_env=False)

@@ -20,6 +20,7 @@ CLASS_OF_REASON = {
     "bad_body": "body",
     "aborted": "aborted",
     "stale_version": "stale",
+    "no_adapter": "stale",
 }
 """Reason -> its class in rollout/faults_CLASS_total.  Further classes: http for http_STATUS, routes
 for routes_REASON, and sample for every other reason."""

@@ -207,6 +207,7 @@ class GroupSampler:
             sampling,
             want_routes=self.rules.want_routes,
             in_place=self.cfg.weight_update == "in_place",
+            by_adapter=self.rules.by_adapter,
         )
         # an upper bound of the load: responses may end earlier
         tokens = request.num_samples * (len(group.prompt.token_ids) + sampling.max_tokens)

@@ -35,6 +35,8 @@ from megatron_rl.rollout.server.server_info import auth_headers
 from megatron_rl.weights.version import version_name
 
 RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx are permanent
+NO_ADAPTER = "LoRA adapter that has never been loaded"
+"""Part of SGLang's refusal of a request whose adapter the server does not have."""
 BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 BODY_BYTES_PER_KEPT = 12  # an id of a kept set, up to 2**31, and separators
@@ -127,6 +129,8 @@ class GenerateRequest:
     """Weights change without a flush of the prefix cache (rollout.weight_update).  The request then
     matches only cache entries of requests with the same version, so that no key or value is older
     than that."""
+    by_adapter: bool = False
+    """The adapter of the request's version samples the tokens (SampleRules.by_adapter)."""
 
     @property
     def num_samples(self) -> int:
@@ -158,8 +162,11 @@ class GenerateRequest:
         if any(self.prefixes):  # each sample has its own limit of new tokens
             limits = [sampling.max_tokens - len(prefix) for prefix in self.prefixes]
             body["sampling_params"] = [params | {"max_new_tokens": limit} for limit in limits]
+        name = version_name(sampling.policy_version, sampling.run)
         if self.in_place:
-            body["extra_key"] = version_name(sampling.policy_version, sampling.run)
+            body["extra_key"] = name
+        if self.by_adapter:
+            body["lora_path"] = name  # the adapter's name; entries of the prefix cache belong to it
         if self.want_routes and sampling.first_row:
             body["routed_experts_start_len"] = sampling.first_row
         return body
@@ -321,6 +328,8 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
     text = bytes(content[:500]).decode(errors="replace")
     if status in RETRY_STATUS or status >= 500:
         raise RetryableError(f"http_{status}", text)
+    if status == 400 and NO_ADAPTER in text:  # it was started again: the next weight sync loads it
+        raise RetryableError("no_adapter", text)
     if status != 200:
         hint = "; check rollout.api_key_env" if status in (401, 403) else ""
         raise RolloutError(

@@ -106,7 +106,8 @@ def parse_sample(
     if sampling.truncation is not None:
         # over the kept sets: these replace the log-probs over the vocabulary
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
-    versions = parse_versions(spans, len(response))
+    # its adapter sampled all tokens of a request, also those after a later weight sync
+    versions = parse_versions([(version, None)] if rules.by_adapter else spans, len(response))
     if rules.want_routes:
         known, first_row = expected.known, sampling.first_row
         length = len(inputs) + len(response)

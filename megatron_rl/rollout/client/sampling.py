@@ -57,3 +57,6 @@ class SampleRules:
     """A sample comes with the routes of its tokens."""
     drop_missing_routes: bool = False
     """A sample in which a row holds no route is dropped (replay.on_missing_route = drop_sample)."""
+    by_adapter: bool = False
+    """Requests name the adapter of their version (rollout.weight_sync = adapter), which samples all
+    of their tokens, even if the servers get another meanwhile."""

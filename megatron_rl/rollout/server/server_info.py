@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from packaging.version import InvalidVersion, Version
@@ -35,6 +35,16 @@ IF_PAUSED = (
 
 class ServerError(RuntimeError):
     """An SGLang server cannot be started, reached or used; the message names it."""
+
+
+class AdapterSlots(NamedTuple):
+    """Settings of a server about low-rank adapters, under SGLang's names."""
+
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    lora_target_modules: Sequence[str] | None = None
+    max_loras_per_batch: int | None = None
+    max_loaded_loras: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class ServerInfo:
     """Its settings that have a verdict in config/sglang_settings.toml."""
     token_versions: bool = False
     """Its answers name the weight version of every token."""
+    slots: AdapterSlots = field(default_factory=AdapterSlots)
 
 
 def server_info(
@@ -113,6 +124,7 @@ def server_info(
         tokenizer=tokenizer_digest(Path(model_path)),
         settings=read_settings(server),
         token_versions="weight_versions" in meta,
+        slots=AdapterSlots(*(server.get(name) for name in AdapterSlots._fields)),
     )
 
 
@@ -154,7 +166,10 @@ def check_settings(
 
     gets_weights: this run sends weights to the server.
     """
-    wrong = list(problems(info.settings, rollout.allow_unproven, needs_routes=want_routes))
+    allowed = rollout.allow_unproven
+    if gets_weights and rollout.weight_sync == "adapter":
+        allowed = (*allowed, "enable_lora")  # adapter_slots.py checks what this run needs of it
+    wrong = list(problems(info.settings, allowed, needs_routes=want_routes))
     is_broadcast = gets_weights and rollout.weight_sync != "disk"
     if is_broadcast and (problem := broadcast_problem(info.settings)):
         wrong.append(problem)

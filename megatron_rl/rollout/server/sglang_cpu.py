@@ -137,6 +137,26 @@ def synchronize_nothing() -> None:
         torch.cuda.synchronize = lambda device=None: None
 
 
+def pin_nothing() -> None:
+    """Ignore pin_memory: SGLang's layers with adapters, and their batches, ask for pinned memory on
+    any device.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def without_pinning(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+            return function(*args, **kwargs)
+
+        return make
+
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)  # noqa: B010  typed
+
+
 WORK_AROUNDS: tuple[Callable[[], None], ...] = (
     select_cpu_engine,
     stub_sgl_kernel,
@@ -144,6 +164,7 @@ WORK_AROUNDS: tuple[Callable[[], None], ...] = (
     stub_torchvision,
     allocate_without_pinning,
     synchronize_nothing,
+    pin_nothing,
 )
 
 

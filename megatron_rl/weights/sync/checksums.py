@@ -125,11 +125,11 @@ class Verifier:
         """
         return "cpu" in servers.each(lambda url: self._device(servers, url))
 
-    def verify(self, servers: Servers, digests: ExportDigests | None, version: int) -> int:
+    def verify(self, servers: Servers, digests: ExportDigests | None, what: str) -> int:
         """Return the number of equal tensors over all servers.
 
-        `digests` are those of the export, or None where no server is on the CPU.  Raises
-        WeightPushError for tensors that differ.
+        `digests` are those of the export, or None where no server is on the CPU; `what` names it in
+        messages.  Raises WeightPushError for tensors that differ.
         """
         ours, compared = {} if digests is None else digests.digests(), 0
         on_gpus: dict[str, list[dict[str, str]]] = {}
@@ -140,8 +140,8 @@ class Verifier:
             if digests is None or device != "cpu":
                 on_gpus[url] = ranks
                 continue
-            compared += self._compare(url, ranks, ours, digests.parts, version)
-        return compared + self._compare_servers(on_gpus, version)
+            compared += self._compare(url, ranks, ours, digests.parts, what)
+        return compared + self._compare_servers(on_gpus, what)
 
     def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
         """Return the server's device, and name -> checksum of each of its ranks.
@@ -171,7 +171,7 @@ class Verifier:
         ranks: Sequence[Mapping[str, str]],
         ours: Mapping[str, str],
         parts: Mapping[str, Sequence[str]],
-        version: int,
+        what: str,
     ) -> int:
         """Return the number of this server's tensors that equal the export's.
 
@@ -193,7 +193,7 @@ class Verifier:
         if wrong:
             named = "; ".join(f"{name} (of {shown_names(parts[name])})" for name in wrong[:SHOWN])
             raise WeightPushError(
-                f"server {url} does not hold the weights that were sent as version {version}:"
+                f"server {url} does not hold the weights of {what}:"
                 f" {len(wrong)} of {len(comparable)} tensors have another checksum: {named}; it"
                 " must load what it gets unchanged: look for quantisation in its settings, and for"
                 " errors in its log"
@@ -207,7 +207,7 @@ class Verifier:
         return len(comparable)
 
     def _compare_servers(
-        self, on_gpus: Mapping[str, Sequence[Mapping[str, str]]], version: int
+        self, on_gpus: Mapping[str, Sequence[Mapping[str, str]]], what: str
     ) -> int:
         """Return the number of equal tensors of servers on GPUs.
 
@@ -225,7 +225,7 @@ class Verifier:
             for one, two in zip(ranks, on_gpus[other], strict=True):
                 if wrong := sorted(name for name in {*one, *two} if one.get(name) != two.get(name)):
                     raise WeightPushError(
-                        f"servers {url} and {other} have different weights after version {version}:"
+                        f"servers {url} and {other} differ in the weights of {what}:"
                         f" {len(wrong)} tensors have another checksum: {shown_names(wrong)}; one of"
                         " them loaded what it got wrongly: restart both"
                     )

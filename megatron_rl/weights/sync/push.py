@@ -164,7 +164,7 @@ class WeightPusher:
             self.transport.finish(self.servers, version, sent.numbers, sent.num_bytes)
             verified = None
             if opened.is_due:  # before any sample can have the version
-                verified = self.verifier.verify(self.servers, digests, version)
+                verified = self.verifier.verify(self.servers, digests, f"version {version}")
             # after the check: a push that fails it leaves the next one due
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
             self.is_whole, self.sent_part = True, opened.is_part

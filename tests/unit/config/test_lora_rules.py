@@ -8,6 +8,7 @@ from megatron_rl.checkpoint.batches.bundle_sequences import BundleError
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl_tools.replay_batch import batch_config
 
+ADAPTER = ["--rollout.weight_sync", "adapter", "--lora.targets", "attention"]
 BASE = ["--model.path", "unused", "--data.train", "unused"]
 
 
@@ -21,6 +22,13 @@ BASE = ["--model.path", "unused", "--data.train", "unused"]
             ["--rollout.server_args", "--enable-lora", "--rollout.allow_unproven", "enable_lora"],
             "merged weights, to which a slot would add another",
         ),
+        ([*ADAPTER, "--lora.rank", "0"], "no adapter is trained; set lora.rank"),
+        ([*ADAPTER, "--lora.targets", "all"], r"got \['all'\]: SGLang .* kernels for GPUs alone"),
+        ([*ADAPTER, "--rollout.quantize", "fp8"], "servers of adapters keep the base"),
+        ([*ADAPTER, "--rollout.server_args=--lora-backend=triton"], "the run sets these options"),
+        ([*ADAPTER, "--rollout.verify_push_every", "3"], "verifies all in one call"),
+        ([*ADAPTER, "--rollout.weight_sync_bucket_mb", "3"], "has no effect"),
+        ([*ADAPTER, "--rollout.release_memory", "true"], "needs weight_sync = colocated"),
         (["--rollout.server_args", "--lora-paths=a=b"], "lora_paths = a=b is unproven"),
         (["--lora.targets"], "adapters need weights"),
         (["--lora.rank", "0", "--lora.path", "x"], "no adapter is trained"),
@@ -36,6 +44,7 @@ def test_what_adapters_exclude_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*BASE, "--lora.rank", "8", *options])
     load_config(None, [*BASE, "--lora.rank", "8"])
+    load_config(None, [*BASE, "--lora.rank", "8", *ADAPTER])
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1), (4, 4)])

@@ -296,6 +296,13 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
     assert colocated == pytest.approx(2 * size / memory + 7 / 8 * size / 450e9), (
         "rank 0 alone, to which others send theirs"
     )
+    lora = {"rank": 16, "targets": ["attention"]}
+    cfg = config(rollout={"weight_sync": "adapter", "verify_push": "version"}, lora=lora)
+    model = TrainingModel(spec, cfg, 8, H100, assumed)
+    # A and B of q, k, v and o: 32 and 4 heads of 128
+    per_layer = 16 * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
+    assert model.sync_bytes == 2 * 48 * per_layer < 0.01 * size
+    assert model.weight_sync() == pytest.approx(model.sync_bytes / 50e9)
     slow = replace(assumed, tensor_seconds=1.0)
     tensors = 48 * (3 * 128 + 12)
     assert seconds(pp=4, ep=2, assumed=slow, rollout=many) == pytest.approx(

@@ -330,12 +330,12 @@ def test_agents_are_refused():
 PROMPT = SimpleNamespace(token_ids=(3, 4, 5))
 
 
-def parsed(sample, *, oldest: int = 4, newest: int = 7):
+def parsed(sample, *, oldest: int = 4, newest: int = 7, by_adapter: bool = False):
     return parse_sample(
         sample,
         ExpectedSample(PROMPT, "q/0"),
         Sampling(1.0, 9, (), policy_version=oldest),
-        SampleRules(SPEC, want_routes=True),
+        SampleRules(SPEC, want_routes=True, by_adapter=by_adapter),
         newest_version=newest,
     )
 
@@ -358,6 +358,15 @@ def test_tokens_have_the_versions_of_their_spans():
     assert parsed(sample_of(6, 6)).policy_versions.tolist() == [6, 6], (
         "it waited in the server's queue"
     )
+
+
+def test_an_adapter_samples_all_tokens_of_its_request():
+    """Also those of requests that servers kept while they got the adapters of later versions."""
+    for sample in (sample_of(4, 4, 5, 7, 7), sample_of(4, 6, num_retractions=1)):
+        rollout = parsed(sample, by_adapter=True)
+        assert set(rollout.policy_versions.tolist()) == {4} and rollout.missing_routes is None
+    with pytest.raises(SampleDropped, match="stale_version"):  # of another run
+        parsed(sample_of(4, 8), by_adapter=True)
 
 
 def span(version: object, start: int, end: object) -> dict:

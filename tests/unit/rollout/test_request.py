@@ -16,6 +16,7 @@ from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.counters import CLASS_OF_REASON
 from megatron_rl.rollout.client.request import (
     GenerateRequest,
     RetryableError,
@@ -54,6 +55,13 @@ def test_only_statuses_that_may_change_are_tried_again():
         *retried,
         *refused,
     } == {200}
+
+
+def test_a_server_without_the_adapter_is_asked_again():
+    text = b'{"error":{"message":"Got LoRA adapter that has never been loaded: 3@a"}}'
+    with pytest.raises(RetryableError, match="never been loaded: 3@a") as raised:
+        check_status("http://a", PROMPT, 400, memoryview(text))
+    assert CLASS_OF_REASON[raised.value.reason] == "stale"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +132,8 @@ def test_a_body_states_all_that_shapes_the_distribution():
     assert content.body() == body
     content = replace(content, want_routes=True)
     assert content.body() == body | {"return_routed_experts": True}
+    named = replace(content, sampling=replace(sampling, run="a"), by_adapter=True)
+    assert named.body() == content.body() | {"lora_path": "3@a"}
     truncated, cut = Truncation(0.9, 40, 0.05), params | {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
     sampling = replace(sampling, truncation=truncated, first_row=4, run="a")
     content = replace(content, prefixes=[(), (7, 8)], sampling=sampling, in_place=True)

@@ -26,6 +26,13 @@ CHECKSUM = (
     " tp_size=1, dp_rank=0, dp_size=1, pp_rank=0, pp_size=1); w.handle('checksum', role='target');"
     " print('fine')"
 )
+PIN = (
+    "import torch; from types import SimpleNamespace; from sglang.srt.lora.backend import"
+    " torch_backend; from sglang.srt.model_executor.forward_batch_info import ForwardMode; batch ="
+    " SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1);"
+    " torch_backend.TorchNativeLoRABackend(2, torch.device('cpu')).prepare_lora_batch(batch, [1],"
+    " [0, 4], [0.0, 2.0], False); print('fine')"
+)
 IS_CPU = "from sglang.srt.utils import is_cpu; assert is_cpu()"
 
 NEEDED = {
@@ -35,6 +42,7 @@ NEEDED = {
     "stub_torchvision": ("import sglang.srt.configs", "torchvision"),
     "allocate_without_pinning": (ALLOCATE, "Error"),
     "synchronize_nothing": (CHECKSUM, "AssertionError"),
+    "pin_nothing": (PIN, "RuntimeError"),
 }
 
 pytestmark = [
@@ -62,7 +70,7 @@ def test_every_work_around_has_a_test():
 
 @pytest.mark.slow
 def test_with_all_work_arounds_sglang_imports_and_allocates():
-    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}")
+    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}; {PIN}")
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]
 
 

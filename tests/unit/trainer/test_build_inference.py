@@ -152,6 +152,7 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
         spec=SPEC,
         want_routes=True,
         drop_missing_routes=missing == "drop_sample",
+        by_adapter=False,
         episodes="episodes",
         run=FOUND.run,
         teachers=None,

@@ -125,20 +125,22 @@ def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_
 ):
     found = export.digests() | {"model.layers.0.self_attn.o_proj.weight": "a half", "rotary": "1"}
     with caplog.at_level(logging.WARNING):
-        assert Verifier().verify(servers([found, found]), export, 3) == 1
+        assert Verifier().verify(servers([found, found]), export, "version 3") == 1
     assert (
         "1 tensors verified, 2 not comparable: model.layers.0.self_attn.o_proj.weight, rotary"
         in caplog.text
     )
     with pytest.raises(
         WeightPushError,
-        match=r"server:1 does not hold.* as version 3: 1 of 1 tensors.*model\.norm\.weight",
+        match=r"server:1 does not hold the weights of version 3: 1 of 1 tensors.*norm\.weight",
     ):
         Verifier().verify(
-            servers([found, found], [found, found | {"model.norm.weight": "x"}]), export, 3
+            servers([found, found], [found, found | {"model.norm.weight": "x"}]),
+            export,
+            "version 3",
         )
     with pytest.raises(WeightPushError, match=r"1 of 2 tensors.*o_proj"):
-        Verifier().verify(servers([found]), export, 3)
+        Verifier().verify(servers([found]), export, "version 3")
 
 
 def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
@@ -149,7 +151,7 @@ def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
             r" rollout\.verify_push = version"
         ),
     ):
-        Verifier().verify(servers([{"a.norm": "1", "b": "2"}]), export, 3)
+        Verifier().verify(servers([{"a.norm": "1", "b": "2"}]), export, "version 3")
 
 
 def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
@@ -157,20 +159,22 @@ def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert (
-                verifier.verify(servers([found, found], [found, found], device="cuda"), export, 3)
+                verifier.verify(
+                    servers([found, found], [found, found], device="cuda"), export, "version 3"
+                )
                 == 4
             )
     assert caplog.text.count("between servers only") == 1, "logged once"
     with pytest.raises(
         WeightPushError,
-        match=r"server:1 and http://server:0 have different weights after version 3.* checksum: w",
+        match=r"server:1 and http://server:0 differ in the weights of version 3.* checksum: w",
     ):
-        verifier.verify(servers([found], [found | {"w": "c"}], device="cuda"), export, 3)
+        verifier.verify(servers([found], [found | {"w": "c"}], device="cuda"), export, "version 3")
 
 
 def test_a_server_without_checksums_is_logged(export, caplog):
     with caplog.at_level(logging.WARNING):
-        assert Verifier().verify(servers([{}], status=404), export, 3) == 0
+        assert Verifier().verify(servers([{}], status=404), export, "version 3") == 0
     assert (
         "http://server:0: its weights are not verified: /weights_checker answered 404"
         in caplog.text

@@ -135,7 +135,7 @@ def test_the_first_push_of_a_part_is_verified(base, servers):
             pusher.verifier.verify = lambda *values: due.append(values[-1])
 
     assert run(base, servers, [note, nothing, nothing, nothing]) == [8, 2, 2, 2]
-    assert due == [1, 2]
+    assert due == ["version 1", "version 2"]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class ControlServer:
                     control.version = body["new_version"]
                 answer = {
                     "weight_version": control.version, "message": f"answer {status}", "tp_size": 1,
-                    "startup_time": control.startup_time,
+                    "startup_time": control.startup_time, **control.more(self.path, body),
                 }  # fmt: skip
                 content = json.dumps(answer).encode()
                 self.send_response(status)
@@ -100,6 +100,10 @@ class ControlServer:
     def __exit__(self, *exc_info: object) -> None:
         self.http.shutdown()
         self.http.server_close()
+
+    def more(self, path: str, body: dict) -> dict:
+        """Further fields of an answer."""
+        return {}
 
     @property
     def paths(self) -> list[str]:
