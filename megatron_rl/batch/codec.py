@@ -46,6 +46,7 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
         "reward_metrics": dict(rollout.reward_metrics),
         "turn_rewards": list(episode.turn_rewards),
         "turns": [list(turn) for turn in episode.turns],
+        "turn_seconds": [list(seconds) for seconds in episode.turn_seconds],
         "messages": [dict(message) for message in episode.messages],
     }
     return {
@@ -151,6 +152,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
             metrics=header.get("metrics", {}),
             turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
             turn_rewards=tuple(header.get("turn_rewards", ())),
+            turn_seconds=tuple((env, model) for env, model in header.get("turn_seconds", ())),
             messages=tuple(header.get("messages", ())),
             digest=None if of_episode is None else of_episode.tobytes(),
         ),
