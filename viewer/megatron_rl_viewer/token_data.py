@@ -120,8 +120,8 @@ def sequences_of(
             tokens, spans = None, None
         if tokens is not None and tokens.ndim == 1:
             sequence.tokens = tokens
-            is_readable = spans is not None and spans.ndim == 2 and spans.shape[1] == 2
-            sequence.environment = spans.tolist() if is_readable else ()
+            if spans is not None and spans.ndim == 2 and spans.shape[1] == 2:
+                sequence.environment = spans.tolist()
         sequences.append(sequence)
     return sequences
 
