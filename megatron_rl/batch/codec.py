@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from megatron_rl.batch.optional_fields import teacher_of, to_mask, to_top
 from megatron_rl.records import (
     EpisodeRecord,
     Rollout,
@@ -24,8 +25,7 @@ from megatron_rl.records import (
     spanned_versions,
     version_spans,
 )
-from megatron_rl.records.sampling_mask import SamplingMask, check_mask
-from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.sampling_mask import check_mask
 
 TOP_KINDS = ("teacher_top_sizes", "teacher_top_codes", "teacher_top_logprobs")
 """Kinds of the arrays of Rollout.teacher_top."""
@@ -46,6 +46,7 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
         "reward_metrics": dict(rollout.reward_metrics),
         "turn_rewards": list(episode.turn_rewards),
         "turns": [list(turn) for turn in episode.turns],
+        "turn_seconds": [list(seconds) for seconds in episode.turn_seconds],
         "messages": [dict(message) for message in episode.messages],
     }
     return {
@@ -121,11 +122,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
             f" {header['prompt_length']}{others}, {sizes[1]} log-probs and {sizes[2]} weight"
             " versions must describe one response; record it again"
         )
-    routes, digest, of_episode = (
-        array("routed_experts"),
-        array("routes_digest"),
-        array("episode_digest"),
-    )
+    routes, digest = array("routed_experts"), array("routes_digest")
     if routes is not None and digest is None:
         raise ValueError(
             f"rollout {header['id']}: expert ids without their digest, both are required; record it"
@@ -146,14 +143,20 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         teacher_logprobs=teacher_of(array("teacher_logprobs"), len(logprobs), header["id"]),
         teacher_top=to_top([array(kind) for kind in TOP_KINDS], len(logprobs), header["id"]),
         reward_metrics=header.get("reward_metrics", {}),
-        episode=EpisodeRecord(
-            reward=header.get("reward"),
-            metrics=header.get("metrics", {}),
-            turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
-            turn_rewards=tuple(header.get("turn_rewards", ())),
-            messages=tuple(header.get("messages", ())),
-            digest=None if of_episode is None else of_episode.tobytes(),
-        ),
+        episode=to_episode(header, array("episode_digest")),
+    )
+
+
+def to_episode(header: Mapping[str, Any], digest: np.ndarray | None) -> EpisodeRecord:
+    """Return Rollout.episode from a header and the array of its digest, without other sequences."""
+    return EpisodeRecord(
+        reward=header.get("reward"),
+        metrics=header.get("metrics", {}),
+        turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
+        turn_rewards=tuple(header.get("turn_rewards", ())),
+        turn_seconds=tuple((env, model) for env, model in header.get("turn_seconds", ())),
+        messages=tuple(header.get("messages", ())),
+        digest=None if digest is None else digest.tobytes(),
     )
 
 
@@ -177,40 +180,6 @@ def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
     return (
         () if environment is None else tuple((int(start), int(end)) for start, end in environment)
     )
-
-
-def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> SamplingMask | None:
-    """Return Rollout.sampling_mask from its arrays; ValueError where one of them is missing."""
-    if sizes is None and codes is None:
-        return None
-    if sizes is None or codes is None:
-        raise ValueError(f"rollout {name}: half of its kept sets is missing; record it again")
-    return SamplingMask(sizes, codes)
-
-
-def teacher_of(logprobs: np.ndarray | None, num_sampled: int, name: str) -> np.ndarray | None:
-    """Return Rollout.teacher_logprobs; ValueError where they are not one per sampled token."""
-    if logprobs is not None and len(logprobs) != num_sampled:
-        raise ValueError(
-            f"rollout {name}: {len(logprobs)} log-probs of a teacher for {num_sampled} sampled"
-            " tokens; record it again"
-        )
-    return logprobs
-
-
-def to_top(arrays: Sequence[np.ndarray | None], num_sampled: int, name: str) -> TeacherTop | None:
-    """Return Rollout.teacher_top from its arrays; ValueError where they do not fit."""
-    sizes, codes, logprobs = arrays
-    if sizes is None or codes is None or logprobs is None:
-        if any(array is not None for array in arrays):
-            raise ValueError(
-                f"rollout {name}: a part of its teacher's tokens is missing; record it again"
-            )
-        return None
-    try:
-        return TeacherTop(SamplingMask(sizes, codes), logprobs).check(num_sampled)
-    except ValueError as error:
-        raise ValueError(f"rollout {name}: {error}; record it again") from error
 
 
 def check_origin(rollout: Rollout) -> Rollout:

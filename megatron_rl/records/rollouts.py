@@ -1,8 +1,7 @@
 """Records that were sampled: a prompt, its responses, the episodes of agents, and the digests that
 bind them.
 
-Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
-G responses of a group.
+Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -63,6 +62,10 @@ class EpisodeRecord:
     """One reward per span of sampled tokens (Rollout.turn_spans), where the episode gave any; turns
     without an observation between them share a span.  They are recorded only: advantages come from
     the reward."""
+    turn_seconds: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    """(environment, model) seconds of each entry of `turns`, () where they are not known: since the
+    previous turn of the sequence, and from the request to its answer.  They are recorded only:
+    neither digests nor comparisons have them."""
     messages: tuple[Mapping[str, object], ...] = ()
     """Chat messages that followed the prompt (agent.renderer)."""
     earlier: tuple[Rollout, ...] = ()
@@ -227,6 +230,22 @@ class Rollout:
         return tuple(reasons[end] for end in ends) if reasons.keys() >= set(ends) else ()
 
     @property
+    def span_seconds(self) -> list[list[float]]:
+        """[environment, model] seconds of each span of `turn_spans`, [] where they are not known.
+
+        Turns without an observation between them are added: they share a span.
+        """
+        turns, seconds = self.episode.turns, self.episode.turn_seconds
+        if not self.turn_ends or len(seconds) != len(turns):
+            return []
+        return [
+            np.sum([s for (at, _), s in zip(turns, seconds, strict=True) if start < at <= end], 0)
+            .round(4)
+            .tolist()
+            for start, end in self.turn_spans
+        ]
+
+    @property
     def num_turns(self) -> int:
         """Number of spans of sampled tokens."""
         return 1 + len(self.environment)
@@ -348,50 +367,3 @@ def check_episode(rollout: Rollout) -> Rollout:
             " was lost, swapped or repeated, or where it begins to be learned from was moved"
         )
     return rollout
-
-
-@dataclass(frozen=True)
-class RolloutGroup:
-    """The G responses to one prompt.  Stages fill in the arrays."""
-
-    prompt: Prompt
-    rollouts: tuple[Rollout, ...]
-    rewards: np.ndarray | None = None
-    """float32 [G], without `penalties`; those of the reward function include reward.format_penalty
-    in training.  NaN where a response has none (reward.on_error = drop, or a failure in
-    evaluation)."""
-    advantages: np.ndarray | None = None
-    """float32 [G]."""
-    penalties: np.ndarray | None = None
-    """float32 [G], penalties for length, added to the rewards where advantages are made."""
-    teacher_weights: np.ndarray | None = None
-    """float32 [G], beta of every response, 0 where its teacher does not teach it; None: no run with
-    teachers."""
-
-
-def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Return the groups without expert ids.
-
-    Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
-    lines of files.  `with_routes` follows before the groups are trained on.
-    """
-    return [
-        replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))
-        for group in groups
-    ]
-
-
-def with_routes(
-    groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup]
-) -> list[RolloutGroup]:
-    """Return the groups with the expert ids of `sampled`, from which without_routes made them."""
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                rollout.with_routes_of(other)
-                for rollout, other in zip(group.rollouts, origin.rollouts, strict=True)
-            ),
-        )
-        for group, origin in zip(groups, sampled, strict=True)
-    ]

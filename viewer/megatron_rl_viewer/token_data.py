@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_rl.config.run_paths import RunFolder, replica_of
 from megatron_rl_viewer.answer import packed
+from megatron_rl_viewer.episode import SequenceOfEpisode, episode_tree
 from megatron_rl_viewer.index_rows import rollout_key
 from megatron_rl_viewer.pieces import shown_tokens
 from megatron_rl_viewer.query import find_rollout
@@ -53,7 +55,7 @@ def rollout(run: Run, key: str) -> dict | None:
         step, file, name = row["step"], row["file"], row["id"]
         group = connection.execute(
             "SELECT * FROM rollouts WHERE group_key = ? ORDER BY number", (row["group_key"],)
-        )
+        ).fetchall()
         siblings = [
             {"key": rollout_key(sibling["step"], sibling["file"], sibling["id"])}
             | {column: sibling[column] for column in SIBLING}
@@ -73,6 +75,7 @@ def rollout(run: Run, key: str) -> dict | None:
         "prompt_key": row["prompt_key"],
         "meta": meta | {"trained": of_trainer or None},
         "group": siblings,
+        "episode": episode_tree(sequences_of(run, row, group)),
         "tokens": [],
         "values": {},
         "routes": None,
@@ -91,6 +94,36 @@ def rollout(run: Run, key: str) -> dict | None:
     for place, (token, span) in enumerate(zip(tokens, spans.tolist(), strict=True)):
         token |= {"span": span, "place": place}
     return answer | {"tokens": tokens, "values": values, "routes": routes.answer()}
+
+
+def sequences_of(
+    run: Run, row: sqlite3.Row, group: Sequence[sqlite3.Row]
+) -> list[SequenceOfEpisode]:
+    """Return the sequences of the episode of `row`, which are rows of its group.
+
+    What cannot be read of one is left out: its page says why.
+    """
+    unread: list[str] = []
+    name, pieces = row["episode"] or row["id"], run.pieces(unread)
+    sequences = []
+    for other in group:
+        if (other["episode"] or other["id"]) != name:
+            continue
+        key = rollout_key(other["step"], other["file"], other["id"])
+        sequence = SequenceOfEpisode(key, read_line(run, other, unread), pieces=pieces)
+        try:
+            file = TensorFile(
+                run.folder, tensor_file_name(run.folder, other["file"], other["step"])
+            )
+            tokens, spans = (file.get(other["id"], kind) for kind in ("tokens", "environment"))
+        except ShardError:
+            tokens, spans = None, None
+        if tokens is not None and tokens.ndim == 1:
+            sequence.tokens = tokens
+            if spans is not None and spans.ndim == 2 and spans.shape[1] == 2:
+                sequence.environment = spans.tolist()
+        sequences.append(sequence)
+    return sequences
 
 
 def read_line(run: Run, row: sqlite3.Row, missing: list[str]) -> dict:

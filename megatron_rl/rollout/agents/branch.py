@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,7 @@ class EpisodeOfBranch(Protocol):
     counters: RolloutCounters
     recorded: RecordedTurns
     sample: Callable[[Group], Awaitable[None]]
+    idle_since: float
 
     @property
     def num_tokens(self) -> int: ...
@@ -73,6 +75,7 @@ class Branch:
         self._tokens = array("q", token_ids)
         # the server that was asked last may have the start of this sequence in its cache
         self._server, self._is_busy = session.server, False
+        self._idle_since = session.idle_since  # then the environment began to work for this turn
         self._asked: Group | None = None  # the request of the turn that is not accepted yet
 
     @property
@@ -145,17 +148,21 @@ class Branch:
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
             group.put(0, self._cut(texts, known)[0])
         self._is_busy, self._asked = True, group
+        seconds = () if known is None else known.episode.turn_seconds
+        asked = time.monotonic()
         try:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
+                seconds = ((asked - self._idle_since, time.monotonic() - asked),)
             session.check_open()  # the function may have finished the episode meanwhile
         except BaseException:
             self._is_busy = False
             raise
         self._server = session.server = group.server  # it has these tokens in its cache
+        self._idle_since = time.monotonic()
         turn, match = self._cut(texts, group.rollouts[0])
-        group.put(0, turn)
+        group.put(0, turn.with_episode(turn_seconds=seconds))
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         num_prompt_tokens, read = len(prompt.token_ids), None
         read_input = partial(self._start_of, num_prompt_tokens)

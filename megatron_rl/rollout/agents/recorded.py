@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.records import FinishReason, Rollout
+from megatron_rl.records import EpisodeRecord, FinishReason, Rollout
 
 
 class RecordedTurns:
@@ -107,8 +107,10 @@ def turns_of(rollout: Rollout) -> Iterator[Rollout]:
     ends: list[tuple[int, FinishReason]] = [*rollout.episode.turns]
     if not ends or ends[-1][0] < len(rollout.tokens):
         ends.append((len(rollout.tokens), "abort"))
-    for end, finish_reason in ends:
-        yield part(rollout, start, end, taken, finish_reason)
+    seconds = rollout.episode.turn_seconds
+    for number, (end, finish_reason) in enumerate(ends):
+        turn = part(rollout, start, end, taken, finish_reason)
+        yield replace(turn, episode=EpisodeRecord(turn_seconds=seconds[number : number + 1]))
         taken += end - start
         start = answered.get(end, end)  # an environment may have answered nothing
 

@@ -104,6 +104,9 @@ class Session:
         """Time in which the episode waited for the model; turns that are sampled at the same time
         count once."""
         self._num_waiting, self._waiting_since = 0, 0.0
+        self.idle_since = time.monotonic()
+        """When the last turn of any sequence ended; before the first one, when the episode
+        began."""
         self.is_refused = False
         """The last messages were longer than a sequence can be."""
         self.episode: Episode | None = None
@@ -334,6 +337,7 @@ class Session:
         """Note that a turn of `branch` ended: it is the last of the sequences now."""
         self._branches.remove(branch)
         self._branches.append(branch)
+        self.idle_since = time.monotonic()
 
     def check_finite(self, name: str, value: object) -> None:
         if not (isinstance(value, Real) and math.isfinite(value)):

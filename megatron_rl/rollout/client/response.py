@@ -163,13 +163,17 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         rows = size - 1  # the prefix's last token has no row of its own
         missing = None if missing is None else missing[rows:]
         routes, missing = after_known(prefix, rows, routes[rows:], missing)
+    turns = (*prefix.episode.turns, *more.episode.turns)
+    seconds = (*prefix.episode.turn_seconds, *more.episode.turn_seconds)
+    # a checkpoint of an older version has turns without seconds
+    seconds = seconds if len(seconds) == len(turns) else ()
     masks = [part.sampling_mask for part in (prefix, more) if part.sampling_mask is not None]
     between = ((size, more.prompt_length),) if more.prompt_length > size else ()
     return replace(
         more,
         prompt_length=prefix.prompt_length,
         environment=(*prefix.environment, *between, *more.environment),
-        episode=replace(more.episode, turns=(*prefix.episode.turns, *more.episode.turns)),
+        episode=replace(more.episode, turns=turns, turn_seconds=seconds),
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=routes,

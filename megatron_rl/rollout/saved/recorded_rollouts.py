@@ -44,6 +44,8 @@ class RecordedRollout:
     """records.EpisodeRecord.turn_rewards."""
     turn_ends: list[FinishReason] = field(default_factory=list)
     """records.Rollout.turn_ends."""
+    turn_seconds: list[list[float]] = field(default_factory=list, compare=False)
+    """records.Rollout.span_seconds; files of older versions have none."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout function."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
@@ -138,4 +140,7 @@ def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None
     if not record.turn_ends:
         return rollout
     ends = [end for _, end in rollout.turn_spans]
-    return rollout.with_episode(turns=tuple(zip(ends, record.turn_ends, strict=True)))
+    return rollout.with_episode(
+        turns=tuple(zip(ends, record.turn_ends, strict=True)),
+        turn_seconds=tuple((environment, model) for environment, model in record.turn_seconds),
+    )

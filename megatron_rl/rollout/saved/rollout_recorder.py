@@ -123,6 +123,7 @@ def to_records(
                 num_turns=sequence.num_turns,
                 turn_rewards=list(sequence.episode.turn_rewards),
                 turn_ends=list(sequence.turn_ends),
+                turn_seconds=sequence.span_seconds,
                 metrics=dict(sequence.episode.metrics),
                 reward_metrics=dict(sequence.reward_metrics),
                 source=group.prompt.source,

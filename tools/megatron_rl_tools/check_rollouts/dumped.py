@@ -38,6 +38,7 @@ class RecordedRollout:
     num_turns: int = 1
     turn_rewards: list[float] = field(default_factory=list)
     turn_ends: list[str] = field(default_factory=list)
+    turn_seconds: list[list[float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     reward_metrics: dict[str, float] = field(default_factory=dict)
     source: str = ""

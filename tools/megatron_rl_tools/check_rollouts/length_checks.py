@@ -18,7 +18,8 @@ def check_turns(dumped: Dumped) -> Problems:
         rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
         text = f"spans of the environment {list(spans)}, {rule}"
         yield "turns", text, "a span was moved, or a turn lost"
-    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
+    for name in ("turn_rewards", "turn_ends", "turn_seconds"):
+        values = getattr(record, name)
         if values and len(values) != len(spans) + 1:
             text = f"{len(values)} {name} for {len(spans) + 1} turns"
             yield "turns", text, "the line is of another rollout"

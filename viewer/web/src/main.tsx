@@ -9,6 +9,7 @@ import "./style.css";
 import "./controls.css";
 import "./tables.css";
 import "./rollout.css";
+import "./episode.css";
 import "./prompt.css";
 
 setTheme(storedTheme());

@@ -157,11 +157,44 @@ export interface Routes {
   missing?: number[];
 }
 
+/** A message, with its role in the chat format, "" where the text has no such format. */
+export interface Said {
+  role: string;
+  text: string;
+}
+
+/** A turn of an episode; its texts, counts and place are there where the run saved its tokens. */
+export interface Turn {
+  /** Place of the turn before it; null: the prompt. */
+  parent: number | null;
+  key: string;
+  id: string | null;
+  number: number;
+  reward: Num;
+  finish: string | null;
+  environment_seconds: Num;
+  model_seconds: Num;
+  place?: number;
+  sampled?: number;
+  masked?: number;
+  before?: Said[];
+  text?: string;
+  /** name(arguments) of its tool calls. */
+  calls?: string[];
+}
+
+export interface Episode {
+  prompt: Said[];
+  turns: Turn[];
+}
+
 export interface Rollout {
   key?: string;
   prompt_key?: string;
   meta: Record<string, unknown>;
   group: Row[];
+  /** Null for a response of one turn. */
+  episode?: Episode | null;
   tokens: Token[];
   values: Record<string, Num[]>;
   routes: Routes | null;

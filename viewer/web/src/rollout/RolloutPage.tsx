@@ -6,6 +6,7 @@ import { PromptLink } from "../shared/PromptLink";
 import { Warnings } from "../shared/Warnings";
 import type { Num, Rollout, Run } from "../types";
 import { coloring } from "./coloring";
+import { EpisodeTree } from "./EpisodeTree";
 import { Facts } from "./Facts";
 import { GroupList } from "./GroupList";
 import { KeyHelp } from "./KeyHelp";
@@ -23,8 +24,8 @@ const NONE: Num[] = [];
 interface Cursor {
   column: number;
   place: number;
-  /** A click holds it: pointing elsewhere does not move it. */
-  by: "mouse" | "key" | "click";
+  /** A click holds it, on a token or a turn: pointing elsewhere does not move it. */
+  by: "mouse" | "key" | "click" | "turn";
 }
 
 interface PageProps {
@@ -168,6 +169,16 @@ function Loaded({ run, runs, here, beside, rollouts, errors, query, cursor, setC
       <Facts rollout={main} />
       <Warnings texts={[...rollouts.flatMap(({ missing }) => missing), ...errors]} />
       <GroupList run={run} group={main.group} here={here} beside={beside} color={query.get("color")} />
+      {main.episode && (
+        <EpisodeTree
+          run={run.id}
+          here={main.key ?? here}
+          episode={main.episode}
+          cursor={cursor?.column ? null : (cursor?.place ?? null)}
+          color={query.get("color")}
+          onTurn={(place) => setCursor({ column: 0, place, by: "turn" })}
+        />
+      )}
       <Legend chosen={chosen} available={available} coloring={colors} />
       <div class="reading">
         <div class={`columns of-${rollouts.length}`}>
@@ -181,9 +192,10 @@ function Loaded({ run, runs, here, beside, rollouts, errors, query, cursor, setC
               hasHead={rollouts.length > 1}
               parting={partings[place]}
               cursor={cursor?.column === place ? cursor.place : null}
-              isFollowed={cursor?.by === "key"}
+              isFollowed={cursor?.by === "key" || cursor?.by === "turn"}
               onHover={(at) => {
-                if (cursor?.by !== "click") setCursor({ column: place, place: at, by: "mouse" });
+                if (cursor?.by !== "click" && cursor?.by !== "turn")
+                  setCursor({ column: place, place: at, by: "mouse" });
               }}
               onPick={(at) => {
                 const isSame = cursor?.by === "click" && cursor.column === place && cursor.place === at;
