@@ -55,17 +55,14 @@ class ProgramService:
 
 
 def run_main(arguments: Sequence[str]) -> int:
-    """Run FILE, -m MODULE or -c CODE of the user's command with its arguments, as Python does;
-    returns the exit status.  Functions of atexit are not called.
+    """Run FILE or -m MODULE of the user's command with its arguments, as Python does; returns the
+    exit status.  Functions of atexit are not called.
     """
     try:
         match arguments:
             case ["-m", module, *rest]:
                 sys.argv = [module, *rest]
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
-            case ["-c", code, *rest]:
-                sys.argv = ["-c", *rest]
-                exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102
             case [file, *rest]:
                 sys.argv = [file, *rest]
                 sys.path[0] = str(Path(file).resolve().parent)

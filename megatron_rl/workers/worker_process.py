@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-import megatron_rl
 from megatron_rl.workers.protocol import (
     ANSWER_BYTES,
     CallFailed,
@@ -24,12 +24,13 @@ from megatron_rl.workers.protocol import (
 )
 
 START_SECONDS = 120.0  # for the imports of users' code
+PACKAGE = Path(__file__).parents[1] / "__init__.py"
 START = f"""
 import runpy, sys
 from importlib.util import module_from_spec, spec_from_file_location
 if sys.version_info < (3, 11):
     sys.exit(f"{{sys.executable}} is Python {{sys.version.split()[0]}}: must be 3.11 or later")
-package = spec_from_file_location("megatron_rl", {megatron_rl.__file__!r})
+package = spec_from_file_location("megatron_rl", {str(PACKAGE)!r})
 sys.modules["megatron_rl"] = module_from_spec(package)
 package.loader.exec_module(sys.modules["megatron_rl"])
 runpy.run_module("megatron_rl.workers.serving", run_name="__main__", alter_sys=True)

@@ -59,7 +59,7 @@ def push_three_times(
     for number, size in enumerate((0.2, 0.3, 0.0), 1):
         for adapter in engine.adapters.all:
             # the same on ranks that hold a copy
-            torch.manual_seed(sum(adapter.name.encode()) + number)
+            torch.manual_seed(sum(adapter.entry.name.encode()) + number)
             adapter.b.data.copy_(torch.randn(adapter.b.shape) * size)
         report = pusher.push(partial(engine.export_parts, 2), version + number)
         reports.append((report.num_bytes, report.verified))

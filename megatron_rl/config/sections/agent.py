@@ -93,8 +93,8 @@ class AgentConfig(Section):
                 yield f"{key} = {list(names)} has no effect without command; remove it"
         if self.preload and self.command and not is_python(self.command):
             yield (
-                f"preload = {list(self.preload)} needs a command [PYTHON, FILE.py, ...], [PYTHON, "
-                f"'-m', MODULE, ...] or [PYTHON, '-c', CODE, ...], got {list(self.command)}"
+                f"preload = {list(self.preload)} needs a command [PYTHON, FILE.py, ...] or [PYTHON,"
+                f" '-m', MODULE, ...], got {list(self.command)}"
             )
         if self.history == "split" and not self.renderer:
             yield (
@@ -111,9 +111,9 @@ class AgentConfig(Section):
 
 
 def is_python(command: Sequence[str]) -> bool:
-    """The command is a program that a running Python can run: FILE.py, -m MODULE or -c CODE."""
+    """The command is a program that a running Python can run: FILE.py or -m MODULE."""
     match list(command):
-        case [_, "-m" | "-c", _, *_]:
+        case [_, "-m", _, *_]:
             return True
         case [_, file, *_]:
             return file.endswith(".py")

@@ -7,10 +7,12 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -711,7 +713,12 @@ def test_a_turn_that_no_one_waits_for_is_not_learned_from():
 
 
 def run_command(*command, **settings):
-    with FakeServer("ok", source=chat_sample) as server:
+    with FakeServer("ok", source=chat_sample) as server, tempfile.TemporaryDirectory() as folder:
+        if settings.get("preload") and "-c" in command:  # a fork runs a file
+            python, _, code, *rest = command
+            program = Path(folder) / "program.py"
+            program.write_text(code)
+            command = (python, str(program), *rest)
         rollout, _counters = sample(server, command=command, **settings)
         check_every_token_once(server, rollout)
     return rollout

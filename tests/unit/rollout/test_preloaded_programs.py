@@ -26,6 +26,18 @@ def programs(*command, preload=("json",), **settings):
     return user_processes(agent, ["SERVERS"])
 
 
+@pytest.fixture
+def coded(tmp_path):
+    """Return processes that run a code."""
+
+    def make(code, python=sys.executable, **settings):
+        path = tmp_path / f"code{len(list(tmp_path.glob('code*.py')))}.py"
+        path.write_text(code)
+        return programs(python, str(path), **settings)
+
+    return make
+
+
 def test_a_program_is_run_as_python_runs_it(tmp_path):
     """Its file, module or code: the same arguments, path, input, outputs and status."""
     (tmp_path / "beside.py").write_text("value = 4")
@@ -37,7 +49,7 @@ def test_a_program_is_run_as_python_runs_it(tmp_path):
     )
     (tmp_path / "program.py").write_text("import beside\n" + code)
     env = {**os.environ, "WORD": "word", "PYTHONPATH": str(tmp_path)}
-    for arguments in ([str(tmp_path / "program.py")], ["-m", "program"], ["-c", code]):
+    for arguments in ([str(tmp_path / "program.py")], ["-m", "program"]):
         processes = programs(sys.executable, *arguments, "x", "y")
         python = subprocess.run(
             [sys.executable, *arguments, "x", "y"],
@@ -53,7 +65,9 @@ def test_a_program_is_run_as_python_runs_it(tmp_path):
         assert python.returncode == 7 and "__main__ ['x', 'y'] question word\n5" in python.stdout
 
 
-def test_a_module_is_imported_once_and_no_program_sees_what_another_did(tmp_path, monkeypatch):
+def test_a_module_is_imported_once_and_no_program_sees_what_another_did(
+    tmp_path, monkeypatch, coded
+):
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'log')!r}, 'a').write('imported ')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MY_TOKEN", "secret")
@@ -61,7 +75,7 @@ def test_a_module_is_imported_once_and_no_program_sees_what_another_did(tmp_path
         "import os, random, slow; print(hasattr(slow, 'seen'), random.random()); slow.seen = 1\n"
         "print(os.getppid(), os.environ.get('MY_TOKEN'))"
     )
-    processes = programs(sys.executable, "-c", code, preload=("slow",))
+    processes = coded(code, preload=("slow",))
     try:
         processes.start()
         env = {name: value for name, value in os.environ.items() if name != "MY_TOKEN"}
@@ -77,8 +91,8 @@ def test_a_module_is_imported_once_and_no_program_sees_what_another_did(tmp_path
     assert (tmp_path / "log").read_text() == "imported "
 
 
-def test_a_long_input_and_the_end_of_a_long_output():
-    processes = programs(sys.executable, "-c", "text = input(); print(text * 2); print('end')")
+def test_a_long_input_and_the_end_of_a_long_output(coded):
+    processes = coded("text = input(); print(text * 2); print('end')")
     try:
         status, output, _ = run(processes, question="x" * 300_000 + "\n")
         assert status == 0 and len(output) == TAIL_BYTES and output.endswith("x\nend\n")
@@ -86,9 +100,9 @@ def test_a_long_input_and_the_end_of_a_long_output():
         processes.close()
 
 
-def test_a_program_is_killed_with_its_children_when_its_episode_ends():
+def test_a_program_is_killed_with_its_children_when_its_episode_ends(coded):
     code = "import subprocess, time; print(1); subprocess.Popen(['sleep', '987']); time.sleep(987)"
-    processes = programs(sys.executable, "-c", code)
+    processes = coded(code)
 
     async def cut_short():
         async with asyncio.timeout(3.0):
@@ -109,12 +123,12 @@ def test_a_program_is_killed_with_its_children_when_its_episode_ends():
         processes.close()
 
 
-def test_a_lost_program_and_one_without_memory():
+def test_a_lost_program_and_one_without_memory(coded):
     for code, why in (
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended"),
         ("x = bytearray(2**34)", "MemoryError"),
     ):
-        processes = programs(sys.executable, "-c", code, process_memory_gib=8.0)
+        processes = coded(code, process_memory_gib=8.0)
         try:
             status, _, errors = run(processes)
         finally:
@@ -129,13 +143,13 @@ def test_a_lost_program_and_one_without_memory():
         ("/bin/false", "json", "the process exited with 1"),
     ],
 )
-def test_what_cannot_be_imported_is_named_at_the_start(python, preload, why):
-    processes = programs(python, "-c", "", preload=(preload,))
+def test_what_cannot_be_imported_is_named_at_the_start(python, preload, why, coded):
+    processes = coded("", python, preload=(preload,))
     with pytest.raises(EpisodeError, match=f"agent.preload = .{preload!r}.: {python} .*{why}"):
         processes.start()
 
 
-def test_another_python_needs_nothing_of_the_trainer(tmp_path):
+def test_another_python_needs_nothing_of_the_trainer(tmp_path, coded):
     """Such as that of a framework's own environment, here one without any package."""
     python = tmp_path / "bare" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
@@ -144,7 +158,7 @@ def test_another_python_needs_nothing_of_the_trainer(tmp_path):
         "names = ('numpy', 'torch', 'pydantic')\n"
         "print(json.dumps([sys.prefix, [n for n in names if u.find_spec(n)]]))"
     )
-    processes = programs(str(python), "-c", code)
+    processes = coded(code, str(python))
     try:
         status, output, errors = run(processes)
     finally:
@@ -168,7 +182,7 @@ def test_only_a_python_program_can_be_forked(settings, why):
         raise ValueError(problems[0])
 
 
-def test_threads_that_a_program_leaves_are_waited_for():
+def test_threads_that_a_program_leaves_are_waited_for(coded):
     """An idle executor ends; another thread may still write."""
     code = (
         "import threading, time; from concurrent.futures import ThreadPoolExecutor\n"
@@ -177,7 +191,7 @@ def test_threads_that_a_program_leaves_are_waited_for():
         "threading.Thread(target=late).start()\n"
         "threading.Thread(target=time.sleep, args=(987,), daemon=True).start()"
     )
-    processes = programs(sys.executable, "-c", code)
+    processes = coded(code)
     try:
         assert run(processes) == (0, "2\nlate\n", "")
     finally:
