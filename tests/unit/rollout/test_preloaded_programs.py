@@ -65,7 +65,7 @@ def test_a_program_is_run_as_python_runs_it(tmp_path):
         assert python.returncode == 7 and "__main__ ['x', 'y'] question word\n5" in python.stdout
 
 
-def test_a_module_is_imported_once_and_no_program_sees_what_another_did(
+def test_modules_are_imported_once_and_no_program_sees_what_another_did(
     tmp_path, monkeypatch, coded
 ):
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'log')!r}, 'a').write('imported ')")
