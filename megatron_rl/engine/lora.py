@@ -112,6 +112,9 @@ def add_adapters(
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None:
             embedding.register_forward_hook(require_gradient)
+        head = getattr(chunk, "output_layer", None)
+        if head is not None:
+            head.register_forward_hook(fold_gradient)
     for module in adapters.by_module:
         use_merged_weights(module, adapters)
     for module, some in owned.items():
@@ -236,3 +239,16 @@ def require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     would never learn.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def fold_gradient(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
+    """A forward hook of the LM head: give the gradient of its logits [T, 1, V] the strides of a
+    matrix [T, V].
+
+    GPTModel transposes logits, which leaves their gradient another stride in the dimension of size
+    1.  For a frozen weight torch.matmul would then multiply row by row (bmm), and read the weight T
+    times.
+    """
+    logits = output[0]
+    if logits.requires_grad and logits.shape[1] == 1:
+        logits.register_hook(lambda gradient: gradient.squeeze(1).unsqueeze(1))
