@@ -111,9 +111,11 @@ def cut_start(sample: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     if "routed_experts" not in (meta := sample["meta_info"]):
         return sample
     routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
-    rows = meta["prompt_tokens"] + len(sample["output_ids"]) - 1
-    routes = routes.reshape(rows, -1)[body.get("routed_experts_start_len", 0) :]
-    return with_meta(routed_experts=encode(routes))(sample)
+    width, rest = divmod(len(routes), meta["prompt_tokens"] + len(sample["output_ids"]) - 1)
+    if rest:  # a payload of a wrong size
+        width = SPEC.num_layers * SPEC.top_k
+    start = body.get("routed_experts_start_len", 0) * width
+    return with_meta(routed_experts=encode(routes[start:]))(sample)
 
 
 def random_routes(rng: np.random.Generator, rows: int) -> np.ndarray:

@@ -307,6 +307,6 @@ def test_an_agent_with_a_shell_is_one_sequence(monkeypatch, tmp_path):
 
 def test_the_guide_names_the_versions_that_are_tested():
     guide = (ROOT / "docs/guides/agents.md").read_text()
-    named = re.findall(r"^\| ([a-z-]+) \| (\d[\d.]+) \|", guide, re.MULTILINE)
+    named = re.findall(r"^\| ([a-z-]+) \| (\d+\.\d+\.\d+) \|", guide, re.MULTILINE)
     pinned = (ROOT / "requirements-clients.txt").read_text().splitlines()
     assert len(named) == 7 and {f"{name}=={version}" for name, version in named} <= {*pinned}

@@ -144,6 +144,7 @@ def test_a_recorded_turn_with_a_stop_is_complete_without_a_request(finish_reason
     """The request that would continue an interrupted turn could only sample what is cut off."""
     tokens = BYTE_PAIRS.encode("a stop: b", add_special_tokens=False)
     session = SimpleNamespace(
+        idle_since=0.0,
         prompt=Prompt(id="q", text="", token_ids=tuple(range(PROMPT)), label=""),
         name="r", server="", max_tokens=100, max_episode_tokens=0, sequence_limit=None,
         tokenizer=BYTE_PAIRS, chat=None, counters=RolloutCounters(), sample=None,
