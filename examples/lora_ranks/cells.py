@@ -6,13 +6,17 @@ those of paper_tiny with N = 2, but the rollouts' weights are not rounded to FP8
 
 from __future__ import annotations
 
+from typing import Any
+
 from examples.experiments.experiment import Experiment, Line, Table
 from examples.paper_tiny.cells import EXPERIMENT as PAPER_TINY
 
 LIKE = PAPER_TINY.tables["n2"]
 FULL_RATES = (2e-4, 4e-4, 8e-4, 1.6e-3)
 ADAPTER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-RANKS = {"full": 0, "rank1": 1, "rank8": 8, "rank64": 64}
+RANKS = {"full": 0, "rank1": 1, "rank8": 8, "rank64": 64, "rank8_head": 8}
+HEAD = "rank8_head"
+"""Not in the plan: an adapter of the LM head, too, at the best rate of rank 8."""
 SEARCH_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
 
 
@@ -21,7 +25,9 @@ def line_name(rate: float) -> str:
 
 
 def table_of(name: str, rank: int) -> Table:
-    lora = {"rank": rank, "alpha": 2.0 * rank} if rank else {}
+    lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank} if rank else {}
+    if name == HEAD:
+        lora["targets"] = ["all", "lm_head"]
     fixed = {
         "loss": {"name": "minirl"},
         "replay": {"mode": "R3"},
@@ -29,11 +35,14 @@ def table_of(name: str, rank: int) -> Table:
         **({"lora": lora} if lora else {}),
     }
     rates = ADAPTER_RATES if rank else FULL_RATES
+    if name == HEAD:
+        rates = (2e-3,)
     lines = {
         line_name(rate): Line(f"rate {rate:g}", {"optim": {"lr": rate}}, is_papers=False)
         for rate in rates
     }
     title = "every weight" if not rank else f"adapters of rank {rank}"
+    title += ", and of the LM head" * (name == HEAD)
     return Table(title, LIKE.num_mini_batches, LIKE.num_steps, fixed, lines)
 
 

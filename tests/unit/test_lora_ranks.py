@@ -6,7 +6,7 @@ import json
 
 from examples.experiments.run import KEPT, cell_config
 from examples.lora_ranks import compare
-from examples.lora_ranks.cells import EXPERIMENT, RANKS
+from examples.lora_ranks.cells import EXPERIMENT, HEAD, RANKS
 
 CELLS = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [1]))
 
@@ -17,10 +17,11 @@ def test_cells_differ_in_adapters_and_rate():
         cfg = cell_config(cell, ["--rollout.urls", "http://127.0.0.1:1"]).model_dump(mode="json")
         lora, rate = cfg.pop("lora"), cfg["optim"].pop("lr")
         assert lora["rank"] == RANKS[cell.table] and f"lr{rate:g}" == cell.line
+        assert ("lm_head" in lora["targets"]) == (cell.table == HEAD)
         assert not lora["rank"] or lora["alpha"] == 2 * lora["rank"]
         cfg["run"].pop("name")
         others.append(cfg)
-    assert len(CELLS) == 19 and all(cfg == others[0] for cfg in others)
+    assert len(CELLS) == 20 and all(cfg == others[0] for cfg in others)
 
 
 def test_the_table_compares_the_best_rates_on_seeds_that_the_search_did_not_see(tmp_path):
