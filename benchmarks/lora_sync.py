@@ -38,7 +38,7 @@ from tests.tiny import random_checkpoint
 
 MODELS, RANKS = ("qwen3-30b-a3b", "qwen3-235b-a22b"), (8, 16, 64)
 RANK, SIZE, SERVED = 8, 0.05, 2
-"""Of the tiny model's adapters: rank, norm of s B A over that of W.  Bytes of a bfloat16."""
+"""Rank of the tiny model's adapters, norm of s B A over that of W, and bytes of a bfloat16."""
 PROMPTS, GROUP, TOKENS = 8, 8, 64
 
 

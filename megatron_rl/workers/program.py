@@ -90,7 +90,7 @@ def set_input(text: str) -> None:
 
 
 class Tail:
-    """What is written to a file descriptor from now on, of which the end is kept."""
+    """Keeps the end of the output that is written to a file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

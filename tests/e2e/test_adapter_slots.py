@@ -129,7 +129,7 @@ def new_pusher(cfg: Config, url: str, run: str, base: Path | None = None):
 
 @pytest.fixture
 def inference(cfg, server, adapters):
-    """Of a run of its own, whose next push has the adapter of the next version."""
+    """Return the Inference of a run; its next push sends the adapter of the next version."""
     run = "0a0b0c0d"
     client = RolloutClient(
         [server.url], cfg.rollout, spec=TINY_SPEC, want_routes=True, by_adapter=True, run=run

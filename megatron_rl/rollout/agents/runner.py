@@ -85,7 +85,7 @@ class EpisodeRunner:
     sequence_limit: tuple[int, str] | None = None
     """(tokens, setting) of the longest sequence of a session."""
     processes: EnvironmentProcesses | ProgramProcesses | None = None
-    """Those of user_processes."""
+    """Processes from which those of episodes are forked (rollout_function.user_processes)."""
     hidden_env: Sequence[str] = ()
     """Environment variables with keys of servers."""
 

@@ -22,7 +22,7 @@ from megatron_rl.rollout.agents.question import MODEL, Json, RawQuestion
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 
 MOST_PROMPTS = 128
-"""As many as choices of a prompt: each of them samples."""
+"""Limit of the prompts of a request, the same as that of `n`."""
 
 
 def is_prompt(value: object) -> bool:

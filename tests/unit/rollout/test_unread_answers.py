@@ -29,7 +29,7 @@ from tests.unit.rollout.test_unfinished_chats import client_of as resuming_clien
 MORE = {"role": "user", "content": "more"}
 OTHER = {"role": "user", "content": "another question"}
 asked = {}
-"""What the test asks its function for."""
+"""Arguments of the test for its agent function."""
 
 
 def differently(body, prompt, sample_id):

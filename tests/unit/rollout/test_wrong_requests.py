@@ -29,7 +29,7 @@ from tests.unit.rollout.test_endpoint import (
 CHAT = {"model": "m", "messages": [USER]}
 NUM_CONNECTIONS, NUM_FILES = 1000, 2500
 asked = {}
-"""What the test asks its function for."""
+"""Arguments of the test for its agent function."""
 
 
 def test_a_fuzz_of_every_protocol_is_refused_in_its_form_and_not_learned_from():
