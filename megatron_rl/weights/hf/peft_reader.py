@@ -182,11 +182,11 @@ class PeftFolder:
     def _scale(self, module: str, rank: int, entry: Entry) -> float:
         """Return alpha / rank of one pair, as PEFT computes it."""
         name = module.removeprefix(ROOT).removesuffix(".base_layer")
-        names = [name, *(f"{name}.{part}" for part in ("gate_up_proj", "down_proj"))]
-        names = names[:1] if not entry.rule.is_expert else names[1 + (not is_gate_up(entry)) :][:1]
+        if entry.rule.is_expert:
+            name += ".gate_up_proj" if is_gate_up(entry) else ".down_proj"
         alpha = self.config.get("lora_alpha", 8)
         for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if re.match(rf"(.*\.)?({pattern})$", name):
                 alpha = value
                 break
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -223,8 +223,6 @@ class PeftFolder:
                 f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it, and"
                 " lora.alpha by the same factor"
             )
-        if not distinct:
-            return a, [a.new_zeros(count, self.lora.rank) for count in rows]
         starts = [sum(len(other) for other in distinct[:i]) for i in range(len(distinct))]
         parts = []
         for pair, count in zip(pairs, rows, strict=True):

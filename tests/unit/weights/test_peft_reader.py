@@ -147,3 +147,20 @@ def test_experts_of_one_projection_alone(spec, folder):
     reader = PeftFolder(path, spec, lora(targets=("experts",), rank=RANK, alpha=6.0))
     a_of = {name: pairs for name, pairs in reader.pairs.items() if any(pairs)}
     assert a_of and all("linear_fc2" in name for name in a_of)
+
+
+def test_an_expert_with_an_adapter_of_its_gate_alone(spec, folder):
+    modules = {f"mlp.experts.{e}.gate_proj": (EXPERT, HIDDEN) for e in range(EXPERTS)}
+    path, tensors = folder(modules)
+    reader = PeftFolder(path, spec, lora(targets=("experts",), rank=RANK, alpha=6.0))
+    entry = find_entry("decoder.layers.1.mlp.experts.linear_fc1.weight3", spec)
+    a, (gate, up) = reader.factors(entry, torch.zeros(RANK, HIDDEN))
+    key = LAYER.format(1) + "mlp.experts.3.gate_proj"
+    assert a.equal(tensors[f"{key}.lora_A.weight"]) and not up.any()
+    assert gate.equal(tensors[f"{key}.lora_B.weight"])
+
+
+def test_a_folder_without_a_digest_names_its_base(spec, folder, tmp_path):
+    path, _ = folder(ATTENTION, base_model_name_or_path="some/base")
+    (note, *_) = PeftFolder(path, spec, lora()).check_base("0" * 16, torch.bfloat16, tmp_path)
+    assert "no digest of its base (some/base)" in note
