@@ -183,7 +183,8 @@ class Policy:
 
         replayed = engine._rollout_routes.of(batch, replay=routes is not None, compare=False)
         engine._set_mode(training=False)
-        engine._pipeline.run(engine._to_device(batch), replayed, keep, training=False)
+        with engine.manager.run_pass(replayed, training=False):
+            engine._pipeline.run(engine._to_device(batch), keep, training=False)
         return kept
 
     def batch(self, routes: Routes | None = None, gap: bool = False) -> MiniBatch:

@@ -203,7 +203,9 @@ class SftSource(SourceWithoutServers):
         engine = self.engine
         # the statistics of that pass compare with a sampler, which there is none of
         old = engine.old_logprobs(batch, MetricSums(), replay="none")
-        parts = to_device(batch, engine.layout, engine.parallel.device, with_kept=False)
+        parts = to_device(
+            batch.micro_batches, engine.layout, engine.parallel.device, with_kept=False
+        )
         # tensor ranks have equal values: a mean does not change where all of them count
         for logprobs, part in zip(old.logprobs, parts, strict=False):
             total = -logprobs.double()[part.loss_mask].sum()
@@ -216,7 +218,9 @@ def without_old_pass(engine: Engine, batch: MiniBatch) -> OldPass:
     """
     logprobs: tuple[Any, ...] = ()
     if engine.parallel.is_last_stage:
-        parts = to_device(batch, engine.layout, engine.parallel.device, with_kept=False)
+        parts = to_device(
+            batch.micro_batches, engine.layout, engine.parallel.device, with_kept=False
+        )
         logprobs = tuple(part.rollout_logprobs for part in parts)
     return OldPass(logprobs, recorded=None, mismatch=None, flips=None)
 

@@ -52,10 +52,9 @@ def live_routes(
         samples = [Sample(bare_rollout(row), 0.0) for row in tokens]
         batches = [on_device(pack([sample]), parallel.device) for sample in samples]
         routes = [Routes() for _ in batches]
-        with torch.no_grad():
-            report = Pipeline(chunks, manager).run(
-                batches, routes, zero_loss, training=False, record=True
-            )
+        passed = manager.run_pass(routes, training=False, record=True)
+        with torch.no_grad(), passed as report:
+            Pipeline(chunks, manager).run(batches, zero_loss, training=False)
         return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
     finally:
         parallel.destroy()

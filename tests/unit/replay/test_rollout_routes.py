@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from megatron_rl.engine.forward import RolloutRoutes
 from megatron_rl.records.on_device import on_device
-from megatron_rl.replay.route_memory import PinnedMemory, RouteMemory
+from megatron_rl.replay.rollout_routes import PinnedMemory, RolloutRoutes, RouteMemory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BYTES = np.dtype(np.uint8)
