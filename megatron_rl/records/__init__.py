@@ -1,7 +1,7 @@
 """The records that travel between stages.  Read this folder second, after train.py.
 
-    rollouts       Prompt, Rollout, EpisodeRecord: records that were sampled
-    groups         RolloutGroup: the responses to one prompt
+    prompts        Prompt: the question that responses are sampled to
+    rollouts       Rollout, EpisodeRecord, RolloutGroup: records that were sampled
     packed         Sample, PackedBatch, MiniBatch, StepResult: records that are trained on
     sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
     teacher_scores the numbers of a teacher about sampled tokens
@@ -14,22 +14,24 @@ Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE la
 G responses of a group, B sequences and T packed tokens of one micro-batch (pads included).
 """
 
-from megatron_rl.records.groups import RolloutGroup, with_routes, without_routes
 from megatron_rl.records.packed import MiniBatch, PackedBatch, RowState, Sample, StepResult
+from megatron_rl.records.prompts import Prompt
 from megatron_rl.records.rollouts import (
     DIGEST_BYTES,
     NO_EPISODE,
     EpisodeRecord,
     Files,
     FinishReason,
-    Prompt,
     Rollout,
+    RolloutGroup,
     check_digest,
     check_episode,
     episode_digest,
     routes_digest,
     spanned_versions,
     version_spans,
+    with_routes,
+    without_routes,
 )
 
 __all__ = [
