@@ -14,13 +14,13 @@ Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE la
 G responses of a group, B sequences and T packed tokens of one micro-batch (pads included).
 """
 
+from megatron_rl.records.files import Files
 from megatron_rl.records.packed import MiniBatch, PackedBatch, RowState, Sample, StepResult
 from megatron_rl.records.prompts import Prompt
 from megatron_rl.records.rollouts import (
     DIGEST_BYTES,
     NO_EPISODE,
     EpisodeRecord,
-    Files,
     FinishReason,
     Rollout,
     RolloutGroup,

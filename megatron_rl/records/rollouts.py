@@ -8,10 +8,9 @@ G responses of a group.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -23,9 +22,6 @@ from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 FinishReason = Literal["stop", "length", "abort"]
 """abort: stopped early, to be continued (rollout/client/response.py).  Such a response is kept in
 Group.prefixes, and in checkpoints; no step trains on it."""
-
-Files = Mapping[str, Callable[[Path], None]]
-"""File name -> function that writes it; a checkpoint may call it later, in a thread."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.completions import StreamOptions, usage
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, Json, RawQuestion
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 
@@ -139,12 +138,3 @@ class TextCompletionRequest(RequestFields):
             choice["prompt_token_ids"] = list(turn.prompt_token_ids)
             choice["token_ids"] = list(turn.token_ids)
         return choice
-
-
-def read_request(
-    content: object, temperature: float, truncation: Truncation | None = None
-) -> TextCompletionRequest:
-    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
-    be sampled as the run samples.
-    """
-    return checked(TextCompletionRequest, content, temperature, truncation)
