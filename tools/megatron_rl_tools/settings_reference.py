@@ -69,16 +69,29 @@ def section_text(section: str) -> str:
     for name in (section, *(table for table in TABLES if table.startswith(f"{section}."))):
         fields = MODELS[name].model_fields
         if fields:
-            blocks.append("\n".join(wrapped(entry(name, *item), "  ") for item in fields.items()))
+            blocks.append("\n".join(wrapped(text, "  ") for text in entries(name, fields)))
     return "\n\n".join(blocks) + "\n"
 
 
-def entry(section: str, key: str, field: FieldInfo) -> str:
-    """Return a setting with default, type, limits and meaning.
+def entries(section: str, fields: dict[str, FieldInfo]) -> list[str]:
+    """Return one text for each setting, then one for each type of the switches of the loss.
 
-    A switch of the loss has no meaning here: the page that its section names explains it by its
-    equation.
+    A switch has no meaning here: the page that its section names explains it by its equation.
     """
+    switches: dict[str, list[str]] = {}
+    explained = []
+    for key, field in fields.items():
+        text = entry(section, key, field)
+        if "description" in schemas(section)[key]:
+            explained.append(text)
+        else:
+            name, _, kind = text.removeprefix("- ").partition(" ")
+            switches.setdefault(kind, []).append(name)
+    return explained + [f"- {', '.join(names)} {kind}" for kind, names in switches.items()]
+
+
+def entry(section: str, key: str, field: FieldInfo) -> str:
+    """Return a setting with default, type, limits and meaning."""
     schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
     kind = short_type(type_text(schema))
     if field.is_required():
