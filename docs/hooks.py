@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-CODE_IN_CELL = re.compile(r"(?<=<code>)[^<]+(?=</code>(?:</td>|, <code>))")
+CODE_IN_CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code></td>)")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")  # the path of a Markdown link, without its anchor
 ALWAYS = (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 

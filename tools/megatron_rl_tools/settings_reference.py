@@ -24,7 +24,8 @@ WIDTH = 100
 HEAD = """# Settings
 
 `key = default` (type, if the default does not show it; limits): meaning. A key without a default is
-not set. A number is finite unless `inf` is named. In a TOML file `run.num_steps` is
+not set. Limits `> 0` and `>= 0` are left out, and a number is finite unless `inf` is named. In a
+TOML file `run.num_steps` is
 
 ```toml
 [run]
@@ -32,8 +33,7 @@ num_steps = 100
 ```
 
 The command line overrides the file: `--run.num_steps 100`. `megatron-rl settings run.num_steps`
-explains a setting, also a switch of the loss. An unknown key is refused with the nearest one, a
-renamed key with its new name.
+explains a setting, also a switch of the loss.
 
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
@@ -47,6 +47,7 @@ SHORTER = (  # (pattern, shorter text) for the text of a type
     (r", finite\b", ""),
     (r",? greater than ", " > "),
     (r",? at least ", " >= "),
+    (r" (?:>|>=) 0(?![.\d]|,)", ""),
     (r" less than ", " < "),
     (r" at most ", " <= "),
     (r"of: ", "of "),
