@@ -48,7 +48,7 @@ def section() -> str:
     tables = {name: list(rows(door)) for name, door in DOORS.items()}
     first, *others = tables.values()
     same = [row for row in first if all(row in table for table in others)]
-    blocks = ["A field is served unless its line says otherwise. In every protocol:"]
+    blocks = ["In every protocol:"]
     blocks.append(listed([*same, *common_rows()]))
     for name, table in tables.items():
         blocks += [f"In {name}:", listed(row for row in table if row not in same)]
@@ -61,7 +61,7 @@ def common_rows() -> Iterator[Row]:
         yield name, "served", "Only the run's, of the same name in `[rollout]`."
     for name, (value, *_) in ANY_TEXT.items():
         yield name, "served", f"Only `{json.dumps(value)}`."
-    yield "any other field", "refused", "Its name is not known."
+    yield "any field that no list names", "refused", "Its name is not known."
 
 
 def rows(door: type[RequestFields]) -> Iterator[Row]:
@@ -74,12 +74,16 @@ def rows(door: type[RequestFields]) -> Iterator[Row]:
 
 
 def listed(fields: Iterable[Row]) -> str:
-    """Return a list with an item for the fields that follow one another and have the same text."""
+    """Return a list: served fields with their meaning, those with the same meaning together, then
+    the names without effect and the refused ones, whose refusal gives the reason.
+    """
     items = []
-    for (kind, why), same in groupby(fields, key=lambda row: row[1:]):
+    for (kind, why), same in groupby(
+        fields, key=lambda row: (row[1], row[2] * (row[1] == "served"))
+    ):
         names = ", ".join(name if " " in name else f"`{name}`" for name, _, _ in same)
-        note = "" if kind == "served" else f" ({kind})"
-        items.append(wrapped(f"- {names}{note}: {why}", "  "))
+        text = f"- {names}: {why}" if kind == "served" else f"- {kind.capitalize()}: {names}."
+        items.append(wrapped(text, "  "))
     return "\n".join(items)
 
 
