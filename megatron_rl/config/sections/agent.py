@@ -28,8 +28,8 @@ class AgentConfig(Section):
     """Environment variables that agent.command gets although their names look like secrets."""
     # the endpoint of agent.command
     endpoint_host: str = "127.0.0.1"
-    """Address on which the OpenAI-compatible endpoint listens.  On another than a loopback address
-    the network reaches it, unencrypted; it asks for the episode's key."""
+    """Address on which the OpenAI-compatible endpoint listens.  Other than a loopback address it
+    is reached unencrypted, with the episode's key."""
     # limits of an episode
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
@@ -37,9 +37,8 @@ class AgentConfig(Section):
     """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond
     rollout.max_response_tokens of each."""
     isolation: Literal["thread", "process"] = "thread"
-    """Place where an agent.environment runs: a thread of the trainer's process, or a process
-    for each episode, which is killed with its children when the episode ends or a call takes
-    too long."""
+    """Place where an agent.environment runs: in the trainer's process, or each episode's in a
+    process that can be killed (docs/guides/agents.md#an-environment)."""
     process_memory_gib: NotNegative = 0.0
     """Address space of such a process, or of one of agent.preload, in GiB; 0 = no limit."""
     step_timeout_seconds: AboveZero = 60.0
@@ -51,9 +50,8 @@ class AgentConfig(Section):
     rollout.max_concurrency prompts."""
     # interruptions and failures
     resume: Literal["continue", "restart"] = "continue"
-    """Treatment of an episode that was cut short: continue (its function runs again and gets its
-    recorded turns), or restart, which is refused with rollout.partial = resume and
-    rollout.weight_update = abort."""
+    """Treatment of an episode that was cut short: continue or restart
+    (docs/guides/agents.md#episodes-that-are-interrupted)."""
     on_error: Literal["stop", "retry", "drop"] = "stop"
     """Treatment of an episode that fails: stop the run; sample it again, at most
     rollout.max_retries times; or leave it out of its group."""
@@ -63,7 +61,7 @@ class AgentConfig(Section):
     deepseek-v3, kimi-k2, gpt-oss and others of the `renderers` package."""
     history: Literal["keep", "split"] = "keep"
     """Thinking of earlier turns, where the chat format drops it: keep it as it was sampled, or
-    split: a new sequence starts from the messages as the format writes them."""
+    split: start a new sequence without it."""
 
     @property
     def name(self) -> str:

@@ -93,11 +93,11 @@ class ReplayConfig(Section):
     the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
     """Treatment of a token for which the server sent no route: stop the run; live = the router
-    chooses; mask_token = live, and the token it predicts leaves the loss; drop_sample = sample the
-    response again."""
+    chooses; mask_token = live, and the token it predicts leaves the loss; drop_sample = sample
+    again."""
     missing_route_budget: Share = 0.01
     """Largest share of a step's response tokens (separately: of its prompt tokens) without a
-    route, or with drop_sample of samples dropped for that; above it the run stops."""
+    route, or of samples dropped for that; above it the run stops."""
 
 
 class LossConfig(Section):
@@ -165,12 +165,10 @@ class LossConfig(Section):
 
     # terms of teachers ([teachers.NAME])
     teacher_form: Literal["token", "reverse", "forward"] = "token"
-    """Term of a teacher: token = log pi_T - log pi_old of the sampled token, in its advantage;
-    reverse, forward = KL to the teacher over its teacher_top_k most probable tokens, in the
-    loss."""
+    """Term of a teacher: token = of the sampled token, in its advantage; reverse, forward = KL
+    over its teacher_top_k most probable tokens, in the loss (docs/guides/distillation.md)."""
     teacher_top_k: Count = 0
-    """Tokens that a teacher names in every place, with teacher_form = reverse or forward; the size
-    of the vocabulary: the entire KL."""
+    """Tokens that a teacher names in every place, with teacher_form = reverse or forward."""
 
     @property
     def switches(self) -> LossSpec:

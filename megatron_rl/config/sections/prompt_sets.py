@@ -46,8 +46,7 @@ class DataConfig(Section):
     pass_reward: Finite = 0.5
     """A response passes with at least this reward."""
     least_chance: Annotated[AboveZero, Field(le=1)] = 0.1
-    """Chance of a prompt to be drawn in an epoch where all or none of its responses passed, with
-    sampling = "pass_rate"."""
+    """Chance of a prompt to be drawn in an epoch where all or none of its responses passed."""
     max_metadata_bytes: Count = 65536
     """Longest metadata of a row, its further columns as JSON; 0: keep none."""
 

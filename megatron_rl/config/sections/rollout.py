@@ -58,12 +58,10 @@ class RolloutConfig(Section):
     num_servers: Positive = 1
     """Number of identical servers that this run starts."""
     max_server_restarts: Count = 3
-    """Total of dead servers that this run replaces before it stops; 0 = the first death stops it.
-    Not for `urls`."""
+    """Dead servers that this run replaces before it stops.  Not for `urls`."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES); a
-    server's number of them gives --tp-size.  Default: the first visible ones, which training ranks
-    use, too: weight_sync = distributed refuses that."""
+    """GPUs of the servers this run starts, divided evenly (CUDA_VISIBLE_DEVICES).  Default: the
+    first visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
     python: Path | None = None
     """Python that starts the servers, with SGLang installed, e.g. /opt/sglang/bin/python; default:
     that of the run."""
@@ -131,20 +129,18 @@ class RolloutConfig(Section):
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
     weight_sync_sources: Positive = 1
-    """weight_sync = distributed: largest number of training ranks that send weights.  For each one
-    every GPU of a server keeps a process group with nccl's buffers, which must fit beside
-    --mem-fraction-static (docs/guides/servers.md#weight-sync)."""
+    """weight_sync = distributed: largest number of training ranks that send weights.  Each one
+    takes memory of every GPU of a server (docs/guides/servers.md#weight-sync)."""
     verify_push: Literal["version", "checksum"] = "checksum"
     """Proof of a weight sync. version: servers report the new version. checksum: after every
     n-th sync checksums of the tensors are compared, too
     (docs/guides/servers.md#verified-by-checksums)."""
     verify_push_every: Positive = 20
-    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th,
-    and the first one after a server was replaced or started again."""
+    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
     # GPUs that servers and trainer share
     release_memory: bool = False
-    """Servers and trainer use the same GPUs in turn (docs/guides/servers.md#layouts).  Needs a
-    GPU, weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
+    """Servers and trainer use the same GPUs in turn (docs/guides/servers.md#layouts).  Not run so
+    far."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back."""
@@ -153,7 +149,7 @@ class RolloutConfig(Section):
     # parity check at start-up
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in
-    nats per token; auto: the limit for the two precisions (docs/guides/servers.md)."""
+    nats per token (docs/guides/servers.md#trainer-against-server-limits)."""
     parity_max_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """The same: stop above this."""
     parity_warn_expert_overlap: Share | Literal["auto"] = "auto"

@@ -117,8 +117,7 @@ class CheckpointConfig(Section):
     """The best value of best_metric is the largest (max) or the smallest (min)."""
     grace_seconds: AutoSeconds = "auto"
     """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; auto: 25 on the
-    CPU and under plain torchrun, which kills its ranks after 30, else 600 on a GPU. `megatron-rl
-    launch` waits for up to 3,600."""
+    CPU and under plain torchrun, else 600 (docs/guides/checkpoints.md#signals)."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""
 

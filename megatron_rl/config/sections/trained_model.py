@@ -39,8 +39,7 @@ class ModelConfig(Section):
     """full: layers per activation checkpoint; block: recomputed layers of each of the pp x vp
     stages."""
     fused_lm_head: bool = False
-    """Log-probs directly from hidden states, a chunk of rows at a time: less memory, and one more
-    matrix product with the head per update."""
+    """Log-probs directly from hidden states, a chunk of rows at a time: less memory, more time."""
     # experts
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Precision of the router's scores; model: that of the weights."""
@@ -85,8 +84,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool | None = None
     """Default: on when tp > 1."""
     share_host_memory: bool = True
-    """The ranks of a replica on one node have one copy of its rollouts, with expert ids; false: one
-    on every rank."""
+    """The ranks of a replica on one node have one copy of its rollouts."""
 
     @property
     def expert_tp(self) -> int:
@@ -134,7 +132,7 @@ class OptimConfig(Section):
     """AdamW's; biases and norms have none."""
     # limits and schedule
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the gradient; a larger one is scaled down to it.  0 = no limit."""
+    """Largest norm of the gradient; a larger one is scaled down to it. 0 = no limit."""
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0, linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
