@@ -50,6 +50,7 @@ SHORTER = (  # (pattern, shorter text) for the text of a type
     (r" (?:>|>=) 0(?![.\d]|,)", ""),
     (r" less than ", " < "),
     (r" at most ", " <= "),
+    (r"list of: table of [\w, ]+", "list of tables"),
     (r"of: ", "of "),
     (r"and: ", "and "),
 )
