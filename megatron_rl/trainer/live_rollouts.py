@@ -166,9 +166,8 @@ class LiveRollouts(RolloutSource):
             self._push()
 
     def _push(self) -> None:
-        event = self.events.timed(
-            "weight_sync", self.meter.step + 1, f"version {self.policy_version}"
-        )
+        text = f"version {self.policy_version}"
+        event = self.events.timed("weight_sync", self.meter.step + 1, text)
         with self.meter.time("weight_sync"), event:
             keeps = self.cfg.rollout.weight_update == "in_place"
             self.inference.push(self.policy_version, keep_requests=keeps)
