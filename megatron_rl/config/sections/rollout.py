@@ -92,7 +92,8 @@ class RolloutConfig(Section):
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included, pauses by weight_update = in_place not."""
     weight_sync_timeout_seconds: AboveZero = 600.0
-    """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint)."""
+    """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint); a server that
+    takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     """Time to connect to a server."""
     idle_timeout_seconds: AboveZero = 60.0
