@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     probe_timeout_seconds: AutoSeconds = "auto"
     """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU."""
     request_timeout_seconds: AboveZero = 600.0
-    """Total time of one request, sampling included, pauses by weight_update = in_place not."""
+    """Total time of one request, sampling included, without pauses by weight_update = in_place."""
     weight_sync_timeout_seconds: AboveZero = 600.0
     """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint); a server that
     takes longer is named."""
