@@ -160,8 +160,8 @@ def pin_nothing() -> None:
 def fork_children() -> None:
     """Fork the scheduler and the detokenizer where SGLang asks for spawn.
 
-    A spawned process imports torch and SGLang again: 32 s of CPU time for a server instead of 13 s,
-    and 1.4 GB of memory instead of 1.0 GB (results/server_start.json).  SGLang spawns because CUDA
+    A spawned process imports torch and SGLang again: 29 s of CPU time for a server instead of 13 s,
+    and 1,400 MiB of memory instead of 940 (results/server_start.json).  SGLang spawns because CUDA
     does not survive a fork; it sets the method while the process still has one thread.
     """
     import multiprocessing
