@@ -6,10 +6,10 @@
     python -m benchmarks.results quote
 
 A document quotes a file in two ways, which tests/repo/test_results.py checks:
-    <!-- results: NAME -->  or  NAME table N  or  NAME lines REGEX
+    <!-- results: NAME -->  or  NAME table N [columns A,B,...] [rows REGEX]  or  NAME lines REGEX
     <!-- end of results -->
-        what the command printed, the Nth table of it, or the lines that match; `quote` writes what
-        is in between
+        what the command printed, the Nth table of it (some columns, counted from 1, and the rows
+        that match), or the lines that match; `quote` writes what is in between
     [60 kills](results/kills.json)          a link whose text the file has, word by word
 
 Shapes: `output` is the list of lines that the command printed to stdout.
@@ -147,7 +147,7 @@ def block(name: str, kind: str | None, which: str | None) -> str:
     """
     lines = output(name)
     if kind == "table":
-        return "\n".join(tables(lines)[int(which or 1) - 1]) + "\n"
+        return "\n".join(part_of_table(tables(lines), which or "1")) + "\n"
     if kind == "lines":
         return "\n".join(
             ["```", *(line for line in lines if re.search(which or "", line)), "```\n"]
@@ -157,6 +157,21 @@ def block(name: str, kind: str | None, which: str | None) -> str:
     )
     # Markdown needs an empty line before a table
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def part_of_table(every: list[list[str]], which: str) -> list[str]:
+    """Return the table that `N [columns A,B,...] [rows REGEX]` names: its head, and the rows that
+    match.
+    """
+    rest, _, pattern = which.partition(" rows ")
+    number, _, columns = rest.partition(" columns ")
+    head, line, *rows = every[int(number) - 1]
+    chosen = [head, line, *(row for row in rows if re.search(pattern, row))]
+    if not columns:
+        return chosen
+    places = [int(place) - 1 for place in columns.split(",")]
+    cells = ([*row.strip("|").split("|")] for row in chosen)
+    return ["|" + "|".join(row[place] for place in places) + "|" for row in cells]
 
 
 def output(name: str) -> list[str]:

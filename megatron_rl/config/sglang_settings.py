@@ -189,7 +189,7 @@ def check_allowed(names: Sequence[str]) -> None:
             hint = nearest(name, unproven)
             raise ValueError(
                 f"{problem} has no verdict{hint}; names are those of SGLang's /server_info, listed "
-                "in docs/guides/servers.md"
+                "in megatron_rl/config/sglang_settings.toml"
             )
         if setting.verdict == "refused":
             raise ValueError(f"{problem} is refused: {setting.because}; remove it")

@@ -118,6 +118,8 @@ class Inference:
     """The servers have their GPU memory."""
     taken: tuple[list[str], int] | None = None
     """The URLs of the last push, and how many servers had been replaced before it."""
+    last_push: PushReport | None = None
+    """Measures of the last push that all servers confirmed."""
 
     @property
     def restarts(self) -> int:
@@ -335,7 +337,7 @@ class Inference:
         pusher.set_urls(self.urls)
         try:
             # with rollout.release_memory `push` lets them serve once all ranks have freed weights
-            pusher.push(
+            self.last_push = pusher.push(
                 self.export,
                 version,
                 serve=self.memory is None,

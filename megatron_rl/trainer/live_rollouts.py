@@ -166,12 +166,13 @@ class LiveRollouts(RolloutSource):
             self._push()
 
     def _push(self) -> None:
-        event = self.events.timed(
-            "weight_sync", self.meter.step + 1, f"version {self.policy_version}"
-        )
+        text = f"version {self.policy_version}"
+        event = self.events.timed("weight_sync", self.meter.step + 1, text)
         with self.meter.time("weight_sync"), event:
             keeps = self.cfg.rollout.weight_update == "in_place"
             self.inference.push(self.policy_version, keep_requests=keeps)
+        if self.parallel.rank == 0 and (report := self.inference.last_push) is not None:
+            self.meter.sums.add_total("perf/weight_sync_gib", report.num_bytes / 2**30)
 
     def evaluate(self) -> dict[str, float]:
         if not self.eval_sets:

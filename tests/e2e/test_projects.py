@@ -1,5 +1,6 @@
 """A recipe's project on a machine without a GPU, by the commands of its README: prepare.py on rows
-in its data's schema, the dry run, two steps of a tiny random model with a real SGLang server.
+in its data's schema, the dry run, and (slow) two steps of a tiny random model with a real SGLang
+server.
 """
 
 import json
@@ -48,34 +49,46 @@ def call(folder, *command):
     return done.stdout
 
 
-SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("agent", "math", "search")]
-
-
-@pytest.mark.parametrize("recipe", ["gsm8k", *SLOW])
-def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
-    program = tmp_path / "bin/megatron-rl"
+def make_project(recipe: str, folder: Path) -> Path:
+    """Make a project of the recipe with a tiny random model, and its data."""
+    program = folder / "bin/megatron-rl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_rl.cli "$@"\n')
     program.chmod(0o755)
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = TEMPLATE
     model = random_checkpoint(
-        tmp_path / "model",
+        folder / "model",
         vocab_size=len(tokenizer),
         num_hidden_layers=2,
         max_position_embeddings=65_536,
         eos_token_id=tokenizer.eos_token_id,
     )
     tokenizer.save_pretrained(model)
-    project = tmp_path / "project"
+    project = folder / "project"
     assert new.main([str(project), "--recipe", recipe, "--gpus", "1", "--model", str(model)]) == 0
     files = [
-        f"{name}={write(tmp_path / f'{name}.jsonl', rows)}" for name, rows in DATA[recipe].items()
+        f"{name}={write(folder / f'{name}.jsonl', rows)}" for name, rows in DATA[recipe].items()
     ]
     printed = call(project, sys.executable, "prepare.py", "--from", *files)
     assert "longest prompt: " in printed and "right answers get 1.00 on average" in printed
+    return project
+
+
+def laptop_options(recipe: str) -> list[str]:
     # what tools answer is part of a response
-    options = LAPTOP.format(length=200 if recipe in ("agent", "search") else 8).split()
+    return LAPTOP.format(length=200 if recipe in ("agent", "search") else 8).split()
+
+
+def test_a_recipe_prepares_its_data_and_passes_the_dry_run(tmp_path):
+    project = make_project("gsm8k", tmp_path)
+    assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *laptop_options("gsm8k"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gsm8k", "agent", "math", "search"])
+def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
+    project, options = make_project(recipe, tmp_path), laptop_options(recipe)
     assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *options)
     printed = call(project, "bash", "run.sh", *options)
     if recipe != "agent":  # the last number of random tokens may be right

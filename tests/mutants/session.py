@@ -146,9 +146,9 @@ class MutantRunner:
     def __post_init__(self) -> None:
         """Note which functions run at import: no test kills their mutants without a new import."""
         self.imported: dict[int, CodeType] = {}
-        # whether the tests of a file pass in a new import of it as it is: else all its import
-        # mutants would seem killed
-        self.sound: dict[Path, bool] = {}
+        # what happens to the tests of a file in a new import of it as it is: unless they survive
+        # it, all its import mutants would seem killed
+        self.unchanged: dict[Path, str] = {}
 
         def see(frame: FrameType, event: str, _: object) -> None:
             if event == "call":
@@ -193,9 +193,9 @@ class MutantRunner:
                 self.end(file, mutant, "survived", "no unit test calls it in its own process")
                 continue
             if mutant.change != UNCHANGED and not self.is_called(file, mutant):
-                self.wait_until(lambda file=file: file in self.sound)
-                if not self.sound[file]:
-                    why = "its tests cannot be imported a second time"
+                self.wait_until(lambda file=file: file in self.unchanged)
+                if self.unchanged[file]:
+                    why = f"the file as it is, imported once more: {self.unchanged[file]}"
                     self.end(file, mutant, "survived", why)
                     continue
             self.running.append(self.start(file, mutant, chosen))
@@ -311,7 +311,7 @@ class MutantRunner:
 
     def end(self, file: Path, mutant: Mutant, verdict: str, by: str) -> None:
         if mutant.change == UNCHANGED:
-            self.sound[file] = verdict == "survived"
+            self.unchanged[file] = "" if verdict == "survived" else f"{verdict} {by}".rstrip()
         else:
             self.report(file, mutant, verdict, by)
 

@@ -9,7 +9,18 @@ import subprocess
 import pytest
 
 from benchmarks import results
-from benchmarks.results import BLOCK, LINK, RESULTS, ROOT, pages, quoted, save, tables, wrong_links
+from benchmarks.results import (
+    BLOCK,
+    LINK,
+    RESULTS,
+    ROOT,
+    pages,
+    part_of_table,
+    quoted,
+    save,
+    tables,
+    wrong_links,
+)
 
 FILES = sorted(RESULTS.glob("*.json"))
 PAGES = list(pages())
@@ -123,6 +134,20 @@ def test_a_command_is_kept_with_its_output_and_status(tmp_path, monkeypatch, cap
     assert (
         quoted(text) == text.replace("| 2.5 |", "| a |\n|---|\n| 1.5 |") and wrong_links(text) == []
     )
+    assert quoted(text.replace("table 1", "table 1 rows ^2")).count("|") == 4, "head and line alone"
     lines = quoted("<!-- results: trial lines ^6 -->\n<!-- end of results -->")
     assert lines == "<!-- results: trial lines ^6 -->\n```\n60 kills\n```\n<!-- end of results -->"
     assert wrong_links("[61 kills](../results/trial.json)") == [("61 kills", "trial")]
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ("1", ["| a | b |", "|---|---|", "| x | 1 |", "| y | 2 |"]),
+        ("1 rows y", ["| a | b |", "|---|---|", "| y | 2 |"]),
+        ("1 columns 2", ["| b |", "|---|", "| 1 |", "| 2 |"]),
+        ("1 columns 2,1 rows x", ["| b | a |", "|---|---|", "| 1 | x |"]),
+    ],
+)
+def test_a_part_of_a_table_is_quoted(which, expected):
+    assert part_of_table([["| a | b |", "|---|---|", "| x | 1 |", "| y | 2 |"]], which) == expected

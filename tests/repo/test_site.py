@@ -146,6 +146,6 @@ def test_every_setting_has_a_meaning():
 
 def test_commands_page_lists_every_command():
     text = (ROOT / "docs/reference/commands.md").read_text()
-    assert sorted(re.findall(r"^\| \[`([\w-]+)`\]", text, re.MULTILINE)) == sorted(
+    assert sorted(re.findall(r"^- \[`([\w-]+)`\]", text, re.MULTILINE)) == sorted(
         chain(*PACKAGES.values())
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -44,20 +44,24 @@ def page(text: str) -> str:
 
 
 def section() -> str:
-    """Return the fields of every protocol as lists."""
-    blocks = ["In every protocol:", listed(common_rows())]
-    for name, door in DOORS.items():
-        blocks += [f"In {name}:", listed(rows(door))]
+    """Return the fields as lists: those that are the same in every protocol, then the others."""
+    tables = {name: list(rows(door)) for name, door in DOORS.items()}
+    first, *others = tables.values()
+    same = [row for row in first if all(row in table for table in others)]
+    blocks = ["In every protocol:"]
+    blocks.append(listed([*same, *common_rows()]))
+    for name, table in tables.items():
+        blocks += [f"In {name}:", listed(row for row in table if row not in same)]
     return "\n\n".join(blocks)
 
 
 def common_rows() -> Iterator[Row]:
     """Yield the fields that are checked against their only value."""
     for name in FULL_SOFTMAX:
-        yield name, "served", f"Only the run's (`rollout.{name}`)."
+        yield name, "served", "Only the run's, of the same name in `[rollout]`."
     for name, (value, *_) in ANY_TEXT.items():
         yield name, "served", f"Only `{json.dumps(value)}`."
-    yield "any other field", "refused", "Its name is not known."
+    yield "any field that no list names", "refused", "Its name is not known."
 
 
 def rows(door: type[RequestFields]) -> Iterator[Row]:
@@ -69,12 +73,17 @@ def rows(door: type[RequestFields]) -> Iterator[Row]:
             yield name, kind, f"{why[0].upper()}{why[1:]}."
 
 
-def listed(fields: Iterator[Row]) -> str:
-    """Return a list with an item for the fields that follow one another and have the same text."""
+def listed(fields: Iterable[Row]) -> str:
+    """Return a list: served fields with their meaning, those with the same meaning together, then
+    the names without effect and the refused ones, whose refusal gives the reason.
+    """
     items = []
-    for (kind, why), same in groupby(fields, key=lambda row: row[1:]):
+    for (kind, why), same in groupby(
+        fields, key=lambda row: (row[1], row[2] * (row[1] == "served"))
+    ):
         names = ", ".join(name if " " in name else f"`{name}`" for name, _, _ in same)
-        items.append(wrapped(f"- {names} ({kind}): {why}", "  "))
+        text = f"- {names}: {why}" if kind == "served" else f"- {kind.capitalize()}: {names}."
+        items.append(wrapped(text, "  "))
     return "\n".join(items)
 
 

@@ -24,7 +24,8 @@ WIDTH = 100
 HEAD = """# Settings
 
 `key = default` (type, if the default does not show it; limits): meaning. A key without a default is
-not set. A number is finite unless `inf` is named. In a TOML file `run.num_steps` is
+not set. Limits `> 0` and `>= 0` are left out, and a number is finite unless `inf` is named. In a
+TOML file `run.num_steps` is
 
 ```toml
 [run]
@@ -32,8 +33,7 @@ num_steps = 100
 ```
 
 The command line overrides the file: `--run.num_steps 100`. `megatron-rl settings run.num_steps`
-explains a setting, also a switch of the loss. An unknown key is refused with the nearest one, a
-renamed key with its new name.
+explains a setting, also a switch of the loss.
 
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
@@ -47,8 +47,10 @@ SHORTER = (  # (pattern, shorter text) for the text of a type
     (r", finite\b", ""),
     (r",? greater than ", " > "),
     (r",? at least ", " >= "),
+    (r" (?:>|>=) 0(?![.\d]|,)", ""),
     (r" less than ", " < "),
     (r" at most ", " <= "),
+    (r"list of: table of [\w, ]+", "list of tables"),
     (r"of: ", "of "),
     (r"and: ", "and "),
 )
@@ -69,16 +71,29 @@ def section_text(section: str) -> str:
     for name in (section, *(table for table in TABLES if table.startswith(f"{section}."))):
         fields = MODELS[name].model_fields
         if fields:
-            blocks.append("\n".join(wrapped(entry(name, *item), "  ") for item in fields.items()))
+            blocks.append("\n".join(wrapped(text, "  ") for text in entries(name, fields)))
     return "\n\n".join(blocks) + "\n"
 
 
-def entry(section: str, key: str, field: FieldInfo) -> str:
-    """Return a setting with default, type, limits and meaning.
+def entries(section: str, fields: dict[str, FieldInfo]) -> list[str]:
+    """Return one text for each setting, then one for each type of the switches of the loss.
 
-    A switch of the loss has no meaning here: the page that its section names explains it by its
-    equation.
+    A switch has no meaning here: the page that its section names explains it by its equation.
     """
+    switches: dict[str, list[str]] = {}
+    explained = []
+    for key, field in fields.items():
+        text = entry(section, key, field)
+        if "description" in schemas(section)[key]:
+            explained.append(text)
+        else:
+            name, _, kind = text.removeprefix("- ").partition(" ")
+            switches.setdefault(kind, []).append(name)
+    return explained + [f"- {', '.join(names)} {kind}" for kind, names in switches.items()]
+
+
+def entry(section: str, key: str, field: FieldInfo) -> str:
+    """Return a setting with default, type, limits and meaning."""
     schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
     kind = short_type(type_text(schema))
     if field.is_required():

@@ -17,19 +17,19 @@ class AgentConfig(Section):
     function: str = ""
     """package.module:function, `async def f(session, prompt) -> Episode`."""
     environment: str = ""
-    """package.module:Class with reset and step, in place of function."""
+    """package.module:Class with reset and step."""
     command: tuple[str, ...] = ()
-    """Program with its arguments, in place of function, started for every episode: it talks to the
-    model through an OpenAI client (docs/guides/agents.md)."""
+    """Program with its arguments, started for every episode, which talks to the model through an
+    OpenAI client (docs/guides/agents.md)."""
     preload: tuple[str, ...] = ()
     """Modules that the Python of agent.command imports once: each episode's process is forked from
-    there, so that it starts in milliseconds.  Importing them must start no thread."""
+    there.  Importing them must start no thread."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that agent.command gets although their names look like secrets."""
     # the endpoint of agent.command
     endpoint_host: str = "127.0.0.1"
-    """Address of this machine on which the OpenAI-compatible endpoint listens.  On another than a
-    loopback address the network reaches it, unencrypted; it asks for the episode's key."""
+    """Address on which the OpenAI-compatible endpoint listens.  Other than a loopback address it
+    is reached unencrypted, with the episode's key."""
     # limits of an episode
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
@@ -37,34 +37,31 @@ class AgentConfig(Section):
     """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond
     rollout.max_response_tokens of each."""
     isolation: Literal["thread", "process"] = "thread"
-    """Place where an agent.environment runs: in the trainer's process (calls that are not async in
-    threads), or each episode's in a process of its own, which is killed with its children when the
-    episode ends or a call takes too long."""
+    """Place where an agent.environment runs: in the trainer's process, or each episode's in a
+    process that can be killed (docs/guides/agents.md#an-environment)."""
     process_memory_gib: NotNegative = 0.0
     """Address space of such a process, or of one of agent.preload, in GiB; 0 = no limit."""
     step_timeout_seconds: AboveZero = 60.0
     """Time of one reset or step of agent.environment."""
     episode_timeout_seconds: AboveZero = 1800.0
-    """Total time of one episode, all turns and the function's own work; a longer one has failed."""
+    """Total time of one episode; a longer one has failed."""
     concurrency: Count = 0
     """Episodes at the same time per data-parallel replica; 0 = no limit beyond
     rollout.max_concurrency prompts."""
     # interruptions and failures
     resume: Literal["continue", "restart"] = "continue"
-    """Treatment of an episode that a signal, rollout.partial = resume or rollout.weight_update =
-    abort cut short: continue (its function runs again and gets its recorded turns), or restart.
-    restart is refused with either of these two settings."""
+    """Treatment of an episode that was cut short: continue or restart
+    (docs/guides/agents.md#episodes-that-are-interrupted)."""
     on_error: Literal["stop", "retry", "drop"] = "stop"
-    """Treatment of an episode that fails: stop the run; count it and sample it again, at most
-    rollout.max_retries times; or count it and leave it out of its group."""
+    """Treatment of an episode that fails: stop the run; sample it again, at most
+    rollout.max_retries times; or leave it out of its group."""
     # chat format
     renderer: str = ""
-    """Chat format of the model, which turns an episode's messages into tokens, and sampled tokens
-    into messages: qwen3, glm-4.5, deepseek-v3, kimi-k2, gpt-oss and others of the `renderers`
-    package."""
+    """Chat format of the model, which turns messages into tokens and back: qwen3, glm-4.5,
+    deepseek-v3, kimi-k2, gpt-oss and others of the `renderers` package."""
     history: Literal["keep", "split"] = "keep"
     """Thinking of earlier turns, where the chat format drops it: keep it as it was sampled, or
-    split the episode: a new sequence starts from the messages as the format writes them."""
+    split: start a new sequence without it."""
 
     @property
     def name(self) -> str:

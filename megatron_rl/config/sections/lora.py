@@ -23,19 +23,16 @@ class LoraConfig(Section):
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
-    """Weights with an adapter: attention, mlp (dense layers), experts (routed),
-    shared_experts, all (these four), embedding, lm_head (neither where the two are tied), or
-    Megatron's names of modules (linear_qkv, linear_proj, linear_fc1, ...).  Routers and norms stay
-    as they are."""
+    """Weights with an adapter: attention, mlp (dense layers), experts (routed), shared_experts,
+    all (these four), embedding, lm_head (neither where the two are tied), or Megatron's names of
+    modules (linear_qkv, linear_proj, linear_fc1, ...)."""
 
     shared_pairs: bool = False
-    """One A and B for all routed experts of a layer and projection (gate and up are one, down is
-    another), in the place of a pair for each expert."""
+    """One A and B for all routed experts of a layer and projection, in the place of a pair for
+    each expert."""
 
     path: Path | None = None
-    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) whose A and B to
-    start from; its base must be model.path.  Written by PEFT, or by megatron-rl convert
-    megatron-to-peft."""
+    """Folder of a PEFT adapter whose A and B to start from; its base must be model.path."""
 
     @property
     def scale(self) -> float:

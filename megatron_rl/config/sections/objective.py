@@ -28,11 +28,10 @@ class BatchConfig(Section):
     """Choice of responses that a step trains on (DAPO, arXiv 2503.14476); all off by default."""
 
     dynamic_sampling: bool = False
-    """Replace groups whose responses all get the same reward by newly sampled ones: their
-    advantages are 0."""
+    """Replace groups whose responses all get the same reward by newly sampled ones."""
     max_sampling_rounds: Positive = 4
-    """dynamic_sampling: draws after the first; groups still missing after that are filled with
-    groups of equal rewards."""
+    """dynamic_sampling: draws after the first; groups still missing then are filled with groups of
+    equal rewards."""
     overlong_cache: Count = 0
     """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by
     up to 1; 0 = off."""
@@ -93,13 +92,12 @@ class ReplayConfig(Section):
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from
     the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
-    """Treatment of a token for which the server sent no route: error = stop the run; live = the
-    router chooses; mask_token = live, and the token it predicts leaves the loss; drop_sample =
-    sample the response again."""
+    """Treatment of a token for which the server sent no route: stop the run; live = the router
+    chooses; mask_token = live, and the token it predicts leaves the loss; drop_sample = sample
+    again."""
     missing_route_budget: Share = 0.01
-    """Largest share of a step's response tokens (separately: of its prompt tokens) without a route;
-    above it the run stops.  drop_sample: largest share of samples dropped for that.  With
-    batch.dynamic_sampling: of all draws of the step together."""
+    """Largest share of a step's response tokens (separately: of its prompt tokens) without a
+    route, or of samples dropped for that; above it the run stops."""
 
 
 class LossConfig(Section):
@@ -160,20 +158,17 @@ class LossConfig(Section):
     """Penalty on the KL to the model as loaded, per token; 0 = off.  Costs one more forward pass
     per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL of kl_coef, with x = log(pi_ref / pi) of a token: k1 = -x (its gradient
-    is 0 in expectation), k2 = x^2 / 2, k3 = e^x - 1 - x."""
+    """Estimator of the KL of kl_coef (docs/concepts/formulation.md#optional-terms)."""
     kl_weight: Literal["none", "staleness", "total"] = "none"
-    """Multiplies the KL of kl_coef by a ratio, with gradient: staleness = pi/pi_old, total = pi/mu.
-    Unbiased off policy, in value and gradient (DeepSeek-V3.2)."""
+    """Multiplies the KL of kl_coef by a ratio, with gradient: staleness = pi/pi_old, total =
+    pi/mu.  Unbiased off policy."""
 
     # terms of teachers ([teachers.NAME])
     teacher_form: Literal["token", "reverse", "forward"] = "token"
-    """The term of a teacher: token = log pi_T - log pi_old of the sampled token, in its advantage;
-    reverse, forward = KL to the teacher over its teacher_top_k most probable tokens, in the
-    loss."""
+    """Term of a teacher: token = of the sampled token, in its advantage; reverse, forward = KL
+    over its teacher_top_k most probable tokens, in the loss (docs/guides/distillation.md)."""
     teacher_top_k: Count = 0
-    """Tokens that a teacher names in every place, with teacher_form = reverse or forward; the size
-    of the vocabulary: the entire KL."""
+    """Tokens that a teacher names in every place, with teacher_form = reverse or forward."""
 
     @property
     def switches(self) -> LossSpec:

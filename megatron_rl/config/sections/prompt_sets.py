@@ -23,8 +23,7 @@ class DataConfig(Section):
     """The prompt's key in a row, or a path like extra_info.question; auto: the first known
     (docs/guides/data_and_reward.md)."""
     label_key: str = "auto"
-    """Column or path of the label, as of prompt_key: e.g. reward_model.ground_truth, or answers.0
-    for the first of a list."""
+    """Column or path of the label, as of prompt_key."""
     # text of a prompt
     template: str = "{prompt}"
     """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer
@@ -41,17 +40,15 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw prompts in a new order every epoch, by run.seed."""
     sampling: Literal["uniform", "pass_rate"] = "uniform"
-    """uniform: an epoch has every prompt once.  pass_rate: a prompt is skipped in an epoch by
-    chance, the more often the closer its last pass rate is to 0 or 1; this changes the objective
+    """uniform: an epoch has every prompt once. pass_rate: prompts with a pass rate near 0 or 1 are
+    drawn less often, which changes the objective
     (docs/guides/data_and_reward.md#prompts-by-pass-rate)."""
     pass_reward: Finite = 0.5
-    """A response passes with at least this reward: for pass rates, and metrics of sources."""
+    """A response passes with at least this reward."""
     least_chance: Annotated[AboveZero, Field(le=1)] = 0.1
-    """Chance of a prompt to be drawn in an epoch where all or none of its responses passed, with
-    sampling = "pass_rate"; 1: no prompt is skipped."""
+    """Chance of a prompt to be drawn in an epoch where all or none of its responses passed."""
     max_metadata_bytes: Count = 65536
-    """Longest metadata of a row, its further columns as JSON, which reward functions get; 0: keep
-    none."""
+    """Longest metadata of a row, its further columns as JSON; 0: keep none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,8 +92,8 @@ class EvalConfig(Section):
     """Evaluation between steps, and of a checkpoint."""
 
     sets: dict[str, Path] = Field(default_factory=dict)
-    """Name -> prompt file; metrics appear as eval/NAME/avg@k.  A set with the name of a source of
-    data.train is read with that source's keys and template."""
+    """Name -> prompt file.  A set with the name of a source of data.train is read with that
+    source's keys and template."""
     every: Count = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     samples: Positive = 4

@@ -15,22 +15,21 @@ class RewardConfig(Section):
     """R(x, y) = function(x, y), less format_penalty where the response lacks format_pattern."""
 
     function: str = "math"
-    """`math` (math-verify) or `package.module:function`: of (prompt, response, label), or of an
-    annotated Episode or list[Episode] (docs/guides/data_and_reward.md); may be async."""
+    """`math` (math-verify) or `package.module:function`, which may be async
+    (docs/guides/data_and_reward.md)."""
     num_workers: Positive = 1
     """Processes per data-parallel replica that score responses."""
     concurrency: Positive = 16
     """Calls of an async function that run at a time in a worker; others run one at a time."""
     timeout_seconds: AboveZero = 5.0
-    """Time limit of one call: a response, or the group of a function of groups.  Its worker is then
-    killed and replaced; a call of an async function is cancelled."""
+    """Time limit of one call.  Its worker is then killed and replaced; a call of an async function
+    is cancelled."""
     memory_gib: Literal["auto"] | NotNegative = "auto"
     """Address space of a worker, in GiB; 0 = no limit, as CUDA needs; auto: 4 for math, 0 for other
     functions."""
     on_error: Literal["raise", "drop"] | Finite = 0.0
-    """Reward of a response that could not be scored (timeout, exception, crash, ...; all are
-    counted): a number; or raise = stop the run; or drop = no reward: the response leaves its
-    group's baseline and the loss."""
+    """Reward of a response that could not be scored: a number; or raise = stop the run; or drop =
+    no reward: the response leaves its group's baseline and the loss."""
     format_pattern: str = ""
     """Python regular expression ((?s): . matches newlines) that a response should match; searched
     with the same timeout."""

@@ -43,12 +43,11 @@ class RolloutConfig(Section):
     temperature: AboveZero = 1.0
     """Sampling temperature in training; the trainer divides its logits by it, too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Train on samples of the smallest set of tokens with this much probability.  Below 1, as with
-    top_k and min_p, log mu and log pi are both renormalised over that set, which servers return
+    """Train on samples of the smallest set of tokens with this much probability
     (docs/guides/sampling.md).  Needs top_k."""
     top_k: Annotated[int, Field(ge=-1, le=MOST_KEPT)] = -1
-    """Train on samples of the k most probable tokens; -1: all.  Servers return sets of
-    --sampling-mask-max-tokens (4096) at most, so top_p and min_p need a top_k up to that."""
+    """Train on samples of the k most probable tokens; -1: all. top_p and min_p need a top_k of at
+    most --sampling-mask-max-tokens (4096)."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Train on samples of the tokens with at least this share of the most probable token's
     probability.  Needs top_k."""
@@ -59,13 +58,10 @@ class RolloutConfig(Section):
     num_servers: Positive = 1
     """Number of identical servers that this run starts."""
     max_server_restarts: Count = 3
-    """Total of dead servers that this run replaces before it stops; 0 = the first death stops it.
-    Not for `urls`."""
+    """Dead servers that this run replaces before it stops.  Not for `urls`."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES);
-    unless server_args sets --tp-size, it is a server's number of GPUs, divided by the pipeline
-    stages and data-parallel copies (not with DP attention) in server_args.  Default: the first
-    visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
+    """GPUs of the servers this run starts, divided evenly (CUDA_VISIBLE_DEVICES).  Default: the
+    first visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
     python: Path | None = None
     """Python that starts the servers, with SGLang installed, e.g. /opt/sglang/bin/python; default:
     that of the run."""
@@ -82,30 +78,26 @@ class RolloutConfig(Section):
     """Further options of SGLang's command line."""
     allow_unproven: tuple[str, ...] = ()
     """Settings of SGLang that no test has shown to keep expert ids, log-probs and weights right,
-    and that you accept: names in the table of docs/guides/servers.md whose verdict is
-    "unproven"."""
+    and that you accept (docs/guides/servers.md)."""
     max_total_tokens: Positive = 16384
     """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
     """Requests that one server decodes at the same time."""
     # time limits and retries
     start_timeout_seconds: AutoSeconds = "auto"
-    """Time until a server that this run starts must answer; auto: 900 on the CPU, 1200 on a GPU
-    (loading, compiled kernels), at most 81 % of run.collective_timeout_minutes."""
+    """Time until a server that this run starts must answer; auto: 900 on the CPU, 1200 on a GPU,
+    at most 81 % of run.collective_timeout_minutes."""
     probe_timeout_seconds: AutoSeconds = "auto"
-    """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU
-    (first kernels are compiled)."""
+    """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU."""
     request_timeout_seconds: AboveZero = 600.0
-    """Total time of one request, sampling included; without the time for which weight_update =
-    in_place pauses its server."""
+    """Total time of one request, sampling included, without pauses by weight_update = in_place."""
     weight_sync_timeout_seconds: AboveZero = 600.0
     """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint); a server that
     takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     """Time to connect to a server."""
     idle_timeout_seconds: AboveZero = 60.0
-    """Longest pause within an HTTP response that has started (SGLang starts it when sampling is
-    done)."""
+    """Longest pause within an HTTP response that has started."""
     max_retries: Count = 3
     """Further attempts of a request after a transient error."""
     # amount of sampling, and its lead over training
@@ -113,63 +105,52 @@ class RolloutConfig(Section):
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
     """Fraction of additional groups that a step samples; when enough are complete the slowest are
-    aborted.  Dropping those favours short responses (docs/design/architecture.md#faults).
-    0 = off."""
+    aborted.  Dropping those favours short responses (docs/design/architecture.md#faults)."""
     partial: Literal["drop", "resume"] = "drop"
-    """Groups that over_sample aborts are dropped, or resumed in the next step; every token keeps
-    the log-prob, experts and weight version it was sampled with.  resume uses one of the
-    max_staleness weight syncs."""
+    """Groups that over_sample aborts are dropped, or resumed in the next step, which uses one of
+    the max_staleness weight syncs."""
     max_staleness: Count = 0
-    """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.
+    """Weight syncs allowed between sampling a token and training on it. 0: steps are synchronous.
     While a step trains, the next max_staleness steps are sampled; with partial = resume one fewer
     (docs/design/architecture.md#scheduler)."""
     weight_update: Literal["drain", "abort", "in_place"] = "drain"
-    """Treatment by a weight sync of responses that are sampled ahead.  drain: it waits for the
-    groups in progress; abort: they are cut short, and continue from a prefill with the new weights;
-    in_place: servers keep them, and continue with the new weights over keys and values of the old
-    ones (docs/guides/sampling.md); with weight_sync = adapter, with the weights they began with."""
+    """Treatment by a weight sync of responses that are sampled ahead. drain: it waits for the
+    groups in progress; abort: they are cut short and continue from a prefill; in_place: servers
+    keep them, and continue with the new weights (docs/guides/sampling.md)."""
     # recording
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
-    """Also record, token by token, what the servers returned and what the trainer knew, in side
-    files of rollouts (docs/reference/token_data.md).  A number: of this share of a step's
-    groups, at least one; true: of all."""
+    """Also record, token by token, what the servers returned and what the trainer knew
+    (docs/reference/token_data.md).  A number: of this share of a step's groups, at least one;
+    true: of all."""
     # weight sync
     weight_sync: Literal["distributed", "disk", "colocated", "adapter"] = "distributed"
     """Way of new weights to the servers: a broadcast per bucket, a checkpoint on a shared disk,
-    shared memory of this machine (only servers this run starts), or with [lora] the adapters alone,
-    to servers that keep the base (docs/guides/lora.md#adapters-on-servers)."""
+    shared memory of this machine (servers of the run), or with [lora] the adapters alone
+    (docs/guides/lora.md#adapters-on-servers)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
     weight_sync_sources: Positive = 1
-    """weight_sync = distributed: largest number of training ranks that send weights.  With n there
-    is one for each pipeline stage and expert-parallel rank; if these are more, neighbours are
-    merged.  For each one every GPU of a server keeps a process group with nccl's buffers, which
-    must fit beside --mem-fraction-static (docs/guides/servers.md#weight-sync)."""
+    """weight_sync = distributed: largest number of training ranks that send weights.  Each one
+    takes memory of every GPU of a server (docs/guides/servers.md#weight-sync)."""
     verify_push: Literal["version", "checksum"] = "checksum"
-    """Proof of a weight sync by the servers.  version: they report the new version.  checksum:
-    after every n-th sync checksums of the tensors are compared, too: a server on the CPU with the
-    trainer's export, servers on GPUs only with one another (docs/guides/servers.md)."""
+    """Proof of a weight sync. version: servers report the new version. checksum: after every
+    n-th sync checksums of the tensors are compared, too
+    (docs/guides/servers.md#verified-by-checksums)."""
     verify_push_every: Positive = 20
-    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th, and
-    the first one after a server was replaced or started again, or that sends only what adapters
-    change."""
+    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
     # GPUs that servers and trainer share
     release_memory: bool = False
-    """Servers and trainer use the same GPUs in turn: the servers free weights, KV cache and
-    CUDA graphs while the run trains, the trainer keeps its state on the host while they sample.
-    Needs a GPU, weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
+    """Servers and trainer use the same GPUs in turn (docs/guides/servers.md#layouts).  Not run so
+    far."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
-    """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of
-    FP8 weights, in `dtype`."""
+    """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
-    """HF names (shell patterns) that quantize skips; default: embedding, output head, router,
-    norms."""
+    """HF names (shell patterns) that quantize skips."""
     # parity check at start-up
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
-    """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in nats
-    per token; auto: the limit for the two precisions in config/parity_limits.py
-    (docs/guides/servers.md)."""
+    """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in
+    nats per token (docs/guides/servers.md#trainer-against-server-limits)."""
     parity_max_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """The same: stop above this."""
     parity_warn_expert_overlap: Share | Literal["auto"] = "auto"

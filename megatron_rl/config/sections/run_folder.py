@@ -36,30 +36,29 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), padding
-    included; a longer sequence still gets a micro-batch of its own."""
+    """Rows per micro-batch and replica, padding included (a context-parallel rank holds 1/cp of
+    them); a longer sequence gets a micro-batch of its own."""
     # late and dead ranks
     collective_timeout_minutes: AboveZero = 30.0
-    """Longest time that ranks wait for one another, sampling included; a longer stage stops the
-    run and names the late ranks."""
+    """Longest time that ranks wait for one another, sampling included; then the run stops and
+    names the late ranks."""
     silence_timeout_seconds: AboveZero = 300.0
     """A rank without a heartbeat for this long is considered dead: it is named, and the others
     stop."""
     # recording of steps
     save_batches: str = "on_anomaly"
-    """Mini-batches saved to be computed again by `megatron-rl replay-batch`: on_anomaly =
-    where the gradient or KL(mu, pi_old) is too large or not finite; "every N" = also the first of
-    every N-th step; last = also the latest, without weights; off."""
+    """Mini-batches saved for `megatron-rl replay-batch`: on_anomaly = where the gradient or KL(mu,
+    pi_old) is too large or not finite; "every N" = also the first of every N-th step; last = also
+    the latest, without weights; off."""
     anomaly_grad_norm: AboveZero = 1000.0
-    """Gradient norm before clipping above which a mini-batch is saved, the first three times in a
-    run."""
+    """Gradient norm before clipping above which a mini-batch is saved."""
     anomaly_kl: AboveZero = 1.0
     """The same for KL(mu, pi_old) per token of a mini-batch."""
     trace: str = "off"
-    """Steps for which every rank writes a timeline of its work, for Perfetto
-    (docs/guides/look_at_a_run.md): off; last = the latest; "every N" = each N-th step."""
+    """Steps of which every rank writes a timeline (docs/guides/look_at_a_run.md): off; last = the
+    latest; "every N" = each N-th step."""
     log_format: Literal["text", "json"] = "text"
-    """Lines on the terminal: text, or one JSON object a line for machines
+    """Lines on the terminal: text, or JSON objects for machines
     (docs/reference/token_data.md#log-lines)."""
 
     @property
@@ -118,8 +117,7 @@ class CheckpointConfig(Section):
     """The best value of best_metric is the largest (max) or the smallest (min)."""
     grace_seconds: AutoSeconds = "auto"
     """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; auto: 25 on the
-    CPU and under plain torchrun, which kills its ranks after 30, else 600 on a GPU.  `megatron-rl
-    launch` waits for up to 3,600."""
+    CPU and under plain torchrun, else 600 (docs/guides/checkpoints.md#signals)."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""
 

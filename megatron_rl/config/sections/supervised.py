@@ -9,11 +9,11 @@ class SftConfig(Section):
     """Supervised training (docs/guides/sft.md); read by `megatron-rl sft` only."""
 
     epochs: AboveZero | None = None
-    """Passes over data.train, which then set run.num_steps; default: run.num_steps counts steps.
-    With several sources an epoch is not defined: set run.num_steps."""
+    """Passes over data.train, which then set run.num_steps.  With several sources set
+    run.num_steps."""
     response_key: str = "auto"
-    """The response's key in a row with a prompt, or a path, as data.prompt_key; auto: response,
-    completion, output or answer, the first that the first row has."""
+    """The response's key in a row with a prompt, or a path; auto: response, completion, output or
+    answer."""
     max_row_tokens: Positive = 4096
     """Longest row, prompt and responses; data.on_long_prompt says what happens to a longer one."""
     min_reward: Finite | None = None

@@ -26,8 +26,7 @@ class TrackConfig(Section):
     entity: str = ""
     """Team or user of W&B; default: that of the account."""
     mode: Literal["online", "offline"] = "online"
-    """offline: nothing is sent over the network; W&B and MLflow write into the run's folder,
-    trackio into its own."""
+    """offline: nothing is sent over the network."""
     samples_every: Count = 20
     """Steps between tables of the best and the worst responses; 0 = only at the end."""
     close_seconds: AboveZero = 30.0

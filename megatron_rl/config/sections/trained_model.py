@@ -21,8 +21,8 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     provider: Literal["native", "bridge", "auto"] = "native"
     """Builder, loader and exporter of the model: native = this program's tables; bridge =
-    Megatron-Bridge, for every architecture that it knows (Python 3.12); auto = native where its
-    tables know the architecture, else bridge."""
+    Megatron-Bridge, for every architecture that it knows (Python 3.12); auto = native where it
+    can, else bridge."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained weights; the optimizer keeps a float32 copy of bfloat16 ones."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -33,17 +33,13 @@ class ModelConfig(Section):
     a batch each."""
     # memory
     recompute: Literal["none", "full", "block", "selective"] = "none"
-    """Activation recompute: full = every layer; block = the first recompute_layers of each of the
-    pp x vp pipeline stages; selective = MoE layers."""
+    """Activation recompute: full = every layer; block = the first recompute_layers of each
+    pipeline stage; selective = MoE layers."""
     recompute_layers: Positive = 1
     """full: layers per activation checkpoint; block: recomputed layers of each of the pp x vp
     stages."""
     fused_lm_head: bool = False
-    """Log-probs directly from hidden states: the LM head is applied to a chunk of rows at a time,
-    never all logits.
-
-    Costs one more matrix product with the head per update; its memory does not grow with the
-    micro-batch."""
+    """Log-probs directly from hidden states, a chunk of rows at a time: less memory, more time."""
     # experts
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Precision of the router's scores; model: that of the weights."""
@@ -88,8 +84,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool | None = None
     """Default: on when tp > 1."""
     share_host_memory: bool = True
-    """The ranks of a replica on one node have one copy of its rollouts, with expert ids; false: one
-    on every rank."""
+    """The ranks of a replica on one node have one copy of its rollouts."""
 
     @property
     def expert_tp(self) -> int:
@@ -137,7 +132,7 @@ class OptimConfig(Section):
     """AdamW's; biases and norms have none."""
     # limits and schedule
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the gradient; a larger one is scaled down to it.  0 = no limit."""
+    """Largest norm of the gradient; a larger one is scaled down to it. 0 = no limit."""
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0, linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -147,8 +142,8 @@ class OptimConfig(Section):
     max_skipped_updates: Positive = 3
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
     measure_cosine: bool = False
-    """Measure the cosine of the gradients of consecutive updates (optim/grad_cosine).  Keeps a copy
-    of the gradient: 4 bytes a parameter, of this rank's shard with `distributed`."""
+    """Measure the cosine of the gradients of consecutive updates (optim/grad_cosine).  Keeps a
+    copy of the gradient."""
 
 
 class MegatronConfig(Section):

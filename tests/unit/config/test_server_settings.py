@@ -75,12 +75,14 @@ def test_backends_of_experts_are_refused_where_sglang_returns_before_it_captures
     assert refused == names - usual and usual < names, "a new backend must be sorted"
 
 
-def test_the_table_names_tests_that_exist_and_the_guide_has_each_setting():
+def test_the_table_names_tests_that_exist_and_the_guide_has_what_is_refused_or_proven():
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "e2e").glob("test_*.py"))
     guide = (ROOT / "docs/guides/servers.md").read_text()
     lists = re.findall(r"^\| (refused|proven|unproven) \| (.+) \|$", guide, flags=re.MULTILINE)
     rows = {name: verdict for verdict, names in lists for name in re.findall(r"`(\w+)`", names)}
-    assert rows == {setting.name: setting.verdict for setting in SETTINGS}
+    verdicts = {setting.name: setting.verdict for setting in SETTINGS}
+    assert rows.items() <= verdicts.items()
+    assert all(name in rows or verdict == "unproven" for name, verdict in verdicts.items())
     assert len(SETTINGS) == len(BY_NAME)
     for setting in SETTINGS:
         assert setting.verdict != "proven" or f"def {setting.because}(" in tests, setting.name

@@ -33,6 +33,11 @@ PIN = (
     " torch_backend.TorchNativeLoRABackend(2, torch.device('cpu')).prepare_lora_batch(batch, [1],"
     " [0, 4], [0.0, 2.0], False); print('fine')"
 )
+FORK = (
+    "import multiprocessing as mp; from sglang.srt.entrypoints import engine; assert engine.mp is"
+    " mp; mp.set_start_method('spawn', force=True); assert mp.get_start_method() == 'fork';"
+    " print('fine')"
+)
 IS_CPU = "from sglang.srt.utils import is_cpu; assert is_cpu()"
 
 NEEDED = {
@@ -43,6 +48,7 @@ NEEDED = {
     "allocate_without_pinning": (ALLOCATE, "Error"),
     "synchronize_nothing": (CHECKSUM, "AssertionError"),
     "pin_nothing": (PIN, "RuntimeError"),
+    "fork_children": (FORK, "AssertionError"),
 }
 
 pytestmark = [
@@ -70,7 +76,7 @@ def test_every_work_around_has_a_test():
 
 @pytest.mark.slow
 def test_with_all_work_arounds_sglang_imports_and_allocates():
-    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}; {PIN}")
+    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}; {PIN}; {FORK}")
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]
 
 

@@ -116,6 +116,7 @@ def test_weights_are_sent_when_servers_sample_next(shared):
     )
     rollouts = SimpleNamespace(
         cfg=cfg,
+        parallel=SimpleNamespace(rank=1),
         inference=inference,
         scheduler=scheduler,
         meter=Meter(),

@@ -28,6 +28,7 @@ from megatron_rl.rollout.scheduler import Sampled
 from megatron_rl.trainer import live_rollouts
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.weights.sync.push_records import PushReport
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.trainer.recorded import Calls
 from tests.unit.trainer.test_events_of_a_step import events_of
@@ -82,7 +83,7 @@ def live(tmp_path):
         inference = SimpleNamespace(
             is_serving=True, dtype="bfloat16", restarts=0,
             give_memory_to_trainer=calls.note("release"),
-            push=calls.note("push"),
+            push=calls.note("push"), last_push=None,
             generate=lambda prompts, count, **settings: (
                 calls.append(("generate", ([prompt.id for prompt in prompts], count), settings))
                 or [make_group(prompt.id) for prompt in prompts]
@@ -213,6 +214,16 @@ def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live
         (3,),
         {"keep_requests": True},
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_counts_the_bytes_of_every_weight_sync_of_a_step(live, rank):
+    source, _ = live()
+    source.parallel.rank = rank
+    for version, gib in ((4, 3), (5, 0.5)):
+        source.inference.last_push = PushReport(1.0, int(gib * 2**30), 1, 0, (0, 0))
+        source.sync_weights(version)
+    assert metrics(source).get("perf/weight_sync_gib") == (3.5 if rank == 0 else None)
 
 
 @pytest.mark.parametrize("is_serving", [True, False])
