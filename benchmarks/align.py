@@ -37,7 +37,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers import Job, Peer, load_peers
-from megatron_rl.records import Rollout, RowState
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import RowState
 from megatron_rl.replay.layout import RankLayout, check_local_routes
 from megatron_rl.replay.rollout_routes import RouteMemory
 

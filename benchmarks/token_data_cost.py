@@ -30,7 +30,7 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, Sample
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.trainer.recording import token_recorder
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder

@@ -32,7 +32,8 @@ from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, PackedBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 from megatron_rl.weights.hf.fp8 import round_to_fp8
 from tests.dist.engines import make_engine
 from tests.tiny import random_checkpoint

@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
+from megatron_rl.records import Rollout, check_digest
+from megatron_rl.records.packed import PackedBatch, RowState, Sample
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.records.teacher_scores import TeacherTop
 

@@ -20,7 +20,8 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
 from megatron_rl.distributed.node_ranks import NodeRanks
-from megatron_rl.records import MiniBatch, RolloutGroup, check_episode
+from megatron_rl.records import RolloutGroup, check_episode
+from megatron_rl.records.packed import MiniBatch
 
 
 def split(

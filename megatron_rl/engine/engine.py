@@ -40,7 +40,7 @@ from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters

@@ -20,10 +20,9 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_rl.engine.attention import PlannedSeqParams
-from megatron_rl.records import PackedBatch, RowState
 from megatron_rl.records.on_device import on_device
-from megatron_rl.records.sampling_mask import sets_of_tokens
-from megatron_rl.records.teacher_scores import top_of_rows
+from megatron_rl.records.packed import PackedBatch, RowState
+from megatron_rl.records.row_sets import sets_of_tokens, top_of_rows
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager
 

@@ -47,7 +47,7 @@ from megatron_rl.engine.top_logprobs import (
     with_top_slopes,
 )
 from megatron_rl.models.spec import ModelError
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""

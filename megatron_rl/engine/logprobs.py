@@ -37,7 +37,7 @@ from megatron_rl.engine.top_logprobs import (
     reduce_top,
     with_top_slopes,
 )
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 
 class TokenLogprobs(NamedTuple):

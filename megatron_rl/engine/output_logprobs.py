@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.engine.adapter import Adapters
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import TokenLogprobs, token_logprobs
-from megatron_rl.records import PackedBatch
+from megatron_rl.records.packed import PackedBatch
 
 
 class FusedHead(NamedTuple):

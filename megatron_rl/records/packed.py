@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_rl.records.rollouts import Rollout
-from megatron_rl.records.sampling_mask import KeptSets, SamplingMask
-from megatron_rl.records.teacher_scores import TeacherTop, TopRows
+from megatron_rl.records.row_sets import KeptSets, TopRows
+from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.teacher_scores import TeacherTop
 
 
 @dataclass(frozen=True)

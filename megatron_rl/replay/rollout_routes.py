@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.records import MiniBatch, PackedBatch, Rollout, RowState
+from megatron_rl.records import Rollout
 from megatron_rl.records.on_device import on_device
+from megatron_rl.records.packed import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import Routes
 

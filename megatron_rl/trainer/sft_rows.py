@@ -31,7 +31,8 @@ from megatron_rl.engine.forward import to_device
 from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.engine.provider import provider_spec
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, RolloutGroup, Sample
+from megatron_rl.records import RolloutGroup
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.saved.demonstrations_of_run import demonstrations_of_run
 from megatron_rl.rollout.unique_ids import with_unique_ids

@@ -31,7 +31,8 @@ from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.launch.signals import StopSignal
 from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, RolloutGroup, StepResult, with_routes, without_routes
+from megatron_rl.records import RolloutGroup, with_routes, without_routes
+from megatron_rl.records.packed import MiniBatch, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer.recording.events_and_files import Recording
 from megatron_rl.trainer.recording.saved_batches import DueBundle, SavedBatches

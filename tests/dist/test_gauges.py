@@ -140,7 +140,7 @@ def run_layouts(checkpoint, rollouts, layouts):
     import torch.distributed as dist
 
     from megatron_rl.engine.forward import to_device
-    from megatron_rl.records import RowState
+    from megatron_rl.records.packed import RowState
     from tests.dist.engines import make_engine
 
     dist.init_process_group("gloo")

@@ -59,7 +59,8 @@ def make_sets(labels, vocab):
     """Sets of 1 to 4 ids, on one shard or over all; every fifth row has none."""
     import numpy as np
 
-    from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
+    from megatron_rl.records.row_sets import sets_of_tokens
+    from megatron_rl.records.sampling_mask import SamplingMask
 
     sizes = np.arange(len(labels)) % 4 + 1
     steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
@@ -256,7 +257,7 @@ def check_old_logprobs(engine, batch):
     import torch
 
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.records.sampling_mask import sets_of_tokens
+    from megatron_rl.records.row_sets import sets_of_tokens
 
     def old_logprobs(micro_batches):
         given = replace(batch, micro_batches=tuple(micro_batches))

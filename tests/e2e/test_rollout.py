@@ -20,7 +20,7 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.records import Prompt
-from megatron_rl.records.sampling_mask import sets_of_tokens
+from megatron_rl.records.row_sets import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group

@@ -8,15 +8,17 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question, split_prefill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def error_body(error: ApiError) -> Json:

@@ -20,9 +20,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aiohttp import HttpVersion11, web
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents import completions, messages, responses, text_completions
@@ -30,6 +30,9 @@ from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
 from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError, DoorRequest, Json, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 16 << 20

@@ -10,10 +10,9 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
@@ -25,6 +24,9 @@ from megatron_rl.rollout.agents.question import (
     Question,
     split_prefill,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 """Status -> type of an error; all others are invalid_request_error."""

@@ -11,15 +11,17 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Answered = dict[str, Sequence[Message]]
 """Id of an answer -> the messages up to it, itself included, without instructions: each request

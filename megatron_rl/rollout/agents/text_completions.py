@@ -8,17 +8,19 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.completions import StreamOptions, usage
 from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, Json, RawQuestion
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_PROMPTS = 128
 """Limit of the prompts of a request, the same as that of `n`."""

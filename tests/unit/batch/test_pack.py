@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.split import make_mini_batch
-from megatron_rl.records import RowState
+from megatron_rl.records.packed import RowState
 from tests.unit.batch.rollouts import make_rollout
 
 shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6)

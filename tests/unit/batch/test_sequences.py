@@ -18,7 +18,8 @@ from megatron_rl.config import LossConfig, load_config
 from megatron_rl.loss import count_kept
 from megatron_rl.loss.aggregate import aggregate
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.records import Prompt, RolloutGroup, RowState, check_episode
+from megatron_rl.records import Prompt, RolloutGroup, check_episode
+from megatron_rl.records.packed import RowState
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_rollout, make_tree
 

@@ -17,8 +17,10 @@ from megatron_rl.batch.transfer import decode_samples, encode_samples
 from megatron_rl.config import load_config
 from megatron_rl.loss.teacher import with_teacher_term
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import Prompt, Rollout, RolloutGroup, Sample, check_episode
-from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop, top_of_rows
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, check_episode
+from megatron_rl.records.packed import Sample
+from megatron_rl.records.row_sets import top_of_rows
+from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import find_groups, read_groups, write_groups
 from megatron_rl.rollout.scheduler import Scheduler

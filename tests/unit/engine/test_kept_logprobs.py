@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
-from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
+from megatron_rl.records.row_sets import sets_of_tokens
+from megatron_rl.records.sampling_mask import SamplingMask
 from tests.unit.test_sampling_mask import make_mask
 
 

@@ -12,7 +12,8 @@ from benchmarks.top_k_bias import FORMS
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.loss.teacher import teacher_divergence
-from megatron_rl.records.teacher_scores import TeacherTop, top_of_rows
+from megatron_rl.records.row_sets import top_of_rows
+from megatron_rl.records.teacher_scores import TeacherTop
 from tests.unit.engine.test_kept_logprobs import enumerate_sets, make_case
 
 ROWS, VOCAB, K = 24, 47, 5

@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.batch.split import make_mini_batch
-from megatron_rl.records import Sample
 from megatron_rl.records.on_device import on_device
+from megatron_rl.records.packed import Sample
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.rollout_routes import PinnedMemory, RolloutRoutes, RouteMemory
 from tests.unit.batch.rollouts import make_rollout

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.trace import Trace
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer import trainer as module
 from megatron_rl.trainer.step_meter import StepMeter

@@ -19,7 +19,8 @@ from megatron_rl.engine.forward import Pipeline
 from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.records import PackedBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import PackedBatch
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.weights.hf.load import load_hf
 
