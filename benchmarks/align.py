@@ -37,10 +37,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers import Job, Peer, load_peers
-from megatron_rl.batch.pack import pack_routes
-from megatron_rl.records import Rollout, RowState
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import RowState
 from megatron_rl.replay.layout import RankLayout, check_local_routes
-from megatron_rl.replay.route_memory import RouteMemory
+from megatron_rl.replay.rollout_routes import RouteMemory
 
 MICRO_BATCHES, TOKENS, LAYERS, EXPERTS, TOP_K = 16, 32_768, 48, 128, 8
 LAYOUTS = {  # name: (tp, cp, pp, vp)
@@ -139,8 +139,8 @@ def align(
     size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
     locals_ = []
     for index, rollout in enumerate(rollouts):
-        routes = pack_routes([rollout])
-        assert routes is not None
+        assert rollout.routed_experts is not None
+        routes = [rollout.routed_experts]
         out = None if memory is None else memory.take(index, size, routes[0].dtype)
         locals_.append(layout.local_routes(routes, cu_seqlens, out))
     return locals_

@@ -79,7 +79,7 @@ def our_ways(columns: int) -> dict[str, OnLogits]:
     def ours(overwrite: bool) -> OnLogits:
         return lambda logits, labels: token_logprobs(
             logits, labels, vocab_size=columns, overwrite=overwrite
-        )
+        )[:2]
 
     return {
         "torch": torch_plain,
@@ -217,9 +217,8 @@ def growth(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
 def fused_call(
     hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor], into_main_grad: bool
 ) -> Any:
-    outputs = fused_logprobs(
-        hidden, head, labels, HeadSettings(vocab_size=len(head), into_main_grad=into_main_grad)
-    )
+    settings = HeadSettings(vocab_size=len(head), into_main_grad=into_main_grad)
+    outputs = fused_logprobs(hidden, head, labels, None, settings)[:2]
     return torch.autograd.grad(outputs, [hidden, head], weights, allow_unused=True)
 
 

@@ -29,7 +29,8 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine import engine as engine_module
 from megatron_rl.engine.statistics import add_old_pass, add_update_pass, pass_tokens
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch
 
 RESPONSES, PROMPT, RESPONSE, NUM_MINI_BATCHES = 1024, 7, 4, 2
 GAUGES = ("flips_per_token", "pass_tokens", "add_old_pass", "add_update_pass")

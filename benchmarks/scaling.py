@@ -234,8 +234,8 @@ def pack_all(samples: list[Sample], counts: list[int]) -> None:
             part := samples[start : start + share],
             rule.rows([len(sample.rollout.tokens) for sample in part]),
         )
-        assert batch.routed_experts is not None
-        layout.local_routes(batch.routed_experts, batch.cu_seqlens)
+        routes = [sample.rollout.routed_experts for sample in part]
+        layout.local_routes(routes, batch.cu_seqlens)
 
 
 def dry_run(ranks: int, folder: Path) -> Callable[[], str]:

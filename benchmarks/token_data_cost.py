@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from benchmarks.metric_cost import NUM_MINI_BATCHES, RESPONSES, make_batches, timed
+from megatron_rl.batch.split import batch_without_routes
 from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, Sample
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.trainer.recording import token_recorder
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
@@ -101,7 +102,11 @@ def measure(
         sums = MetricSums()
         passes = []
         for batch in batches:
-            with recorder.old_pass(batch.without_routes) if is_on else contextlib.nullcontext():
+            with (
+                recorder.old_pass(batch_without_routes(batch))
+                if is_on
+                else contextlib.nullcontext()
+            ):
                 passes.append(engine.old_logprobs(batch, sums, replay="R3"))
         for batch, old in zip(batches, passes, strict=True):
             observe = recorder.observer(batch.index, old.mismatch) if is_on else None

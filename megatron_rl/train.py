@@ -151,7 +151,7 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
         return INTERRUPTED
     # the cause and the user's frames on the terminal, the traceback in a file
     except Exception as error:
-        report_error(error, cfg.run_dir, lines=lines)
+        report_error(error, cfg.run_dir, program, lines)
         return 1
     return 0
 

@@ -32,7 +32,8 @@ from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, PackedBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 from megatron_rl.weights.hf.fp8 import round_to_fp8
 from tests.dist.engines import make_engine
 from tests.tiny import random_checkpoint
@@ -183,7 +184,8 @@ class Policy:
 
         replayed = engine._rollout_routes.of(batch, replay=routes is not None, compare=False)
         engine._set_mode(training=False)
-        engine._pipeline.run(engine._to_device(batch), replayed, keep, training=False)
+        with engine.manager.run_pass(replayed, training=False):
+            engine._pipeline.run(engine._to_device(batch), keep, training=False)
         return kept
 
     def batch(self, routes: Routes | None = None, gap: bool = False) -> MiniBatch:

@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
+from megatron_rl.records import Rollout, check_digest
+from megatron_rl.records.packed import PackedBatch, RowState, Sample
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.records.teacher_scores import TeacherTop
 
@@ -103,13 +104,13 @@ def pack(
         mark_missing_routes(views, sample.rollout, mask=mask_missing_routes)
     for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
+    check_routes_alike([sample.rollout for sample in samples])
     masks, set_index = pack_masks([sample.rollout for sample in samples], boundaries)
     tops, top_index = pack_tops(samples, boundaries, columns["loss_mask"])
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         # int32, as attention kernels take them
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
-        routed_experts=pack_routes([sample.rollout for sample in samples]),
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
         set_index=set_index,
@@ -183,19 +184,14 @@ def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: 
         rows["policy_versions"][missing] = -1
 
 
-def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
-    """Return the expert ids [S - 1, L, K] of every rollout, or None where no rollout has any.
-
-    They are not copied, because most ranks need only a small part of them.
-    """
-    routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
-    if routes and len(routes) < len(rollouts):
-        missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
+def check_routes_alike(rollouts: Sequence[Rollout]) -> None:
+    """Raise ValueError where some rollouts of a micro-batch have routes and others have none."""
+    missing = [rollout.id for rollout in rollouts if not rollout.has_routes]
+    if 0 < len(missing) < len(rollouts):
         raise ValueError(
             f"rollouts {missing} have no routed experts but others of the same micro-batch do; all"
             " or none must have them"
         )
-    return tuple(routes) or None
 
 
 def pack_masks(
@@ -255,8 +251,8 @@ def check_rollout(rollout: Rollout) -> None:
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
     if rollout.episode.earlier:
         raise ValueError(
-            f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one"
-            " by one"
+            f"{name}: an episode of {len(rollout.sequences)} sequences; pack sequences_of, one by"
+            " one"
         )
     if not 1 <= rollout.prompt_length < length:
         raise ValueError(

@@ -20,7 +20,8 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
 from megatron_rl.distributed.node_ranks import NodeRanks
-from megatron_rl.records import MiniBatch, RolloutGroup, check_episode
+from megatron_rl.records import RolloutGroup, check_episode
+from megatron_rl.records.packed import MiniBatch
 
 
 def split(
@@ -97,7 +98,7 @@ def make_mini_batch(
     num_responses = sum(sizes)
     # an episode of several sequences is one response, whose sequences have one number
     episodes = numbered(samples, sum(sizes[:replica]))
-    samples = [sequence for episode in episodes for sequence in episode.sequences]
+    samples = [sequence for episode in episodes for sequence in sequences_of(episode)]
     counts, rows = gather_rows(
         [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group
     )
@@ -133,6 +134,27 @@ def make_mini_batch(
         num_response_tokens=max(num_response_tokens, 1),
         lockstep_efficiency=plan.lockstep_efficiency(work),
         samples=tuple(chosen),
+    )
+
+
+def sequences_of(sample: Sample) -> list[Sample]:
+    """Return the sequences of the rollout, which is one response however many they are."""
+    if not sample.rollout.episode.earlier:
+        return [sample]
+    return [
+        replace(sample, rollout=sequence, episode_length=sample.length)
+        for sequence in sample.rollout.sequences
+    ]
+
+
+def batch_without_routes(batch: MiniBatch) -> MiniBatch:
+    """Return the mini-batch without expert ids, for observers of a pass."""
+    return replace(
+        batch,
+        samples=tuple(
+            tuple(replace(sample, rollout=sample.rollout.without_routes) for sample in part)
+            for part in batch.samples
+        ),
     )
 
 

@@ -29,8 +29,6 @@ LOOSE = re.compile(
     r"(rollouts|trained)(?:\.dp([1-9]\d*))?(?:\.(jsonl)|_(\d{6,})\.(safetensors))", re.ASCII
 )
 ALL_STEPS = -1
-RUN_FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
-"""The files of which any run has at least one, beside its rollouts."""
 
 
 @dataclass(frozen=True, order=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.forward import Pipeline, RolloutRoutes, to_device
+from megatron_rl.engine.forward import Pipeline, to_device
 from megatron_rl.engine.fused_logprobs import HeadSettings, defer_lm_head
 from megatron_rl.engine.lora import add_adapters, open_peft
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens, with_teachers
@@ -39,11 +40,12 @@ from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 from megatron_rl.replay.mismatch import MismatchReport, flips_per_token, reduce_mismatch
+from megatron_rl.replay.rollout_routes import RolloutRoutes
 from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
 from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
@@ -203,7 +205,8 @@ class Engine:
         """
         micro_batches = with_teachers(self._to_device(batch), old.logprobs, self.cfg.loss)
         routes = self._update_routes(batch, old.recorded, replay)
-        parallel, plain = self.parallel, batch.without_routes  # the loss reads no expert ids
+        # the loss reads no samples, and so no expert ids
+        parallel, plain = self.parallel, replace(batch, samples=())
         loss = UpdateLoss(
             config=self.cfg.loss,
             batch=plain,
@@ -216,7 +219,8 @@ class Engine:
         )
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        self._pipeline.run(micro_batches, routes, loss, training=True)
+        with self.manager.run_pass(routes, training=True):
+            self._pipeline.run(micro_batches, loss, training=True)
         if self._contributes:
             tokens = self._pass_tokens(micro_batches, old.flips, batch)
             add_update_pass(sums, tokens, torch.cat(loss.seen), torch.cat(old.logprobs))
@@ -359,10 +363,9 @@ class Engine:
             return values.sum()  # the schedule needs a scalar; nothing reads it
 
         self._set_mode(training=False)
-        with torch.no_grad():
-            replayed = self._pipeline.run(
-                micro_batches, routes, keep, training=False, record=record, watch=watch
-            )
+        passed = self.manager.run_pass(routes, training=False, record=record, watch=watch)
+        with torch.no_grad(), passed as replayed:
+            self._pipeline.run(micro_batches, keep, training=False)
         return tuple(logprobs), replayed
 
     def _update_routes(
@@ -380,7 +383,10 @@ class Engine:
 
     def _to_device(self, batch: MiniBatch) -> list[PackedBatch]:
         return to_device(
-            batch, self.layout, self.parallel.device, with_kept=self.parallel.is_last_stage
+            batch.micro_batches,
+            self.layout,
+            self.parallel.device,
+            with_kept=self.parallel.is_last_stage,
         )
 
     def _set_mode(self, *, training: bool) -> None:

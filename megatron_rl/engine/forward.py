@@ -1,8 +1,7 @@
 """A pass over megatron-core's pipeline schedule: old-logprob (forward only) or update (forward and
-backward), and the micro-batches and routes that it takes.
+backward), and the micro-batches that it takes.
 
-Shapes: T packed rows of a micro-batch (under context parallelism this rank's, from to_device on), t
-this rank's router rows, L MoE layers, l this stage's, K top-k.
+Shapes: T packed rows of a micro-batch (under context parallelism this rank's, from to_device on).
 """
 
 from __future__ import annotations
@@ -21,18 +20,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_rl.engine.attention import PlannedSeqParams
-from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.records.on_device import on_device
-from megatron_rl.records.sampling_mask import sets_of_tokens
-from megatron_rl.records.teacher_scores import top_of_rows
-from megatron_rl.replay.layout import (
-    RankLayout,
-    Rows,
-    check_local_routes,
-    check_routes,
-)
-from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
-from megatron_rl.replay.route_memory import PinnedMemory, RouteMemory
+from megatron_rl.records.packed import PackedBatch, RowState
+from megatron_rl.records.row_sets import sets_of_tokens, top_of_rows
+from megatron_rl.replay.layout import RankLayout
+from megatron_rl.replay.manager import ReplayManager
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
 """(micro-batch index, micro-batch on the device, model output) -> scalar to differentiate.
@@ -51,37 +43,26 @@ class Pipeline:
     padded: bool = False
     """True: sequences lie side by side, [B, T / B]; False: packed into one row, [1, T]."""
 
-    def run(
-        self,
-        micro_batches: Sequence[PackedBatch],
-        routes: Sequence[Routes],
-        loss_fn: LossFn,
-        *,
-        training: bool,
-        record: bool = False,
-        watch: WatchRouters | None = None,
-    ) -> ReplayPass:
-        """Run every micro-batch through the pipeline once, inside one replay pass.
+    def run(self, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, *, training: bool) -> None:
+        """Run every micro-batch through the pipeline once, inside ReplayManager.run_pass.
 
         Stages exchange the shapes of what they send, so micro-batches may differ in their
-        sequences and lengths.  record, watch: see ReplayManager.run_pass.
+        sequences and lengths.
         """
-        models, manager = list(self.models), self.manager
+        models = list(self.models)
         # every chunk of a stage sees all micro-batches
         iterators = [iter(enumerate(micro_batches)) for _ in models]
         is_interleaved = len(models) > 1  # core takes lists for these only
-        with manager.run_pass(routes, training=training, record=record, watch=watch) as replay_pass:
-            get_forward_backward_func()(
-                forward_step_func=partial(forward_step, manager, loss_fn, self.padded),
-                data_iterator=iterators if is_interleaved else iterators[0],
-                model=models if is_interleaved else models[0],
-                num_microbatches=len(micro_batches),
-                # core requires it, but does not read it: stages exchange shapes
-                seq_length=max(batch.num_tokens for batch in micro_batches),
-                micro_batch_size=1,
-                forward_only=not training,
-            )
-        return replay_pass
+        get_forward_backward_func()(
+            forward_step_func=partial(forward_step, self.manager, loss_fn, self.padded),
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=models if is_interleaved else models[0],
+            num_microbatches=len(micro_batches),
+            # core requires it, but does not read it: stages exchange shapes
+            seq_length=max(batch.num_tokens for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=not training,
+        )
 
 
 def forward_step(
@@ -166,92 +147,22 @@ def router_padding_mask(pads: Tensor, model: nn.Module) -> Tensor | None:
     return rank_pads.transpose(0, 1).contiguous()
 
 
-class RolloutRoutes:
-    """Cuts the routes of rollouts to the rows and layers of this rank.
-
-    num_layers: MoE layers of the whole model.  Passes share host memory: see RouteMemory, and
-    PinnedMemory for a GPU.
-    """
-
-    def __init__(self, layout: RankLayout, num_layers: int, device: torch.device) -> None:
-        self.layout, self.num_layers, self.device = layout, num_layers, device
-        self._memory = PinnedMemory() if device.type == "cuda" else RouteMemory()
-
-    def of(
-        self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True
-    ) -> list[Routes]:
-        """Return the routes of each micro-batch, to replay and to compare with.
-
-        On a CPU they are valid until the next call.  Raises ValueError where the batch has no
-        routes or, with `check`, where they break a rule.
-        """
-        if not (replay or compare):
-            return [Routes() for _ in batch.micro_batches]
-        return [
-            self._routes(index, part, replay, compare, check)
-            for index, part in enumerate(batch.micro_batches)
-        ]
-
-    def _routes(
-        self, index: int, batch: PackedBatch, replay: bool, compare: bool, check: bool
-    ) -> Routes:
-        layout, experts = self.layout, batch.routed_experts
-        if experts is None:
-            raise ValueError(
-                "replay.mode = R3 or replay.measure needs routed experts, but rollout"
-                f" {batch.rollout_ids[0]} has none; start the server with"
-                " --enable-return-routed-experts"
-            )
-        rows = layout.rows(batch.cu_seqlens)
-        state = batch.row_state[rows]
-        if check:  # before cutting, which assumes the shape
-            check_routes(
-                experts,
-                batch.rollout_ids,
-                num_layers=self.num_layers,
-                num_experts=layout.num_experts,
-                top_k=layout.top_k,
-            )
-        size = len(layout.layers) * layout.num_rows(batch.num_tokens) * layout.top_k
-        ids = layout.local_routes(
-            experts, batch.cu_seqlens, self._memory.take(index, size, experts[0].dtype)
-        )
-        # after cutting: every rank checks the values that it uses, so no value is checked twice
-        if check:
-            check_local_routes(
-                ids, state, layout.layers, layout.num_experts, partial(name_row, batch, rows)
-            )
-        local = self._memory.send(index, ids, self.device)
-        live_rows = (state == RowState.LIVE).nonzero().squeeze(1)
-        return Routes(
-            replay=local if replay else None,
-            live_rows=on_device(live_rows, self.device) if replay else None,
-            reference=local if compare else None,
-            compared=on_device(state == RowState.REPLAYED, self.device) if compare else None,
-        )
-
-
-def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
-    """Return rollout and position of this rank's router row `row`, for messages."""
-    packed = int(torch.arange(batch.num_tokens)[rows][row])
-    return (
-        f"rollout {batch.rollout_ids[int(batch.sequence_ids[packed])]}, row"
-        f" {int(batch.positions[packed])}"
-    )
-
-
 def to_device(
-    batch: MiniBatch, layout: RankLayout, device: torch.device, *, with_kept: bool = True
+    micro_batches: Sequence[PackedBatch],
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    with_kept: bool = True,
 ) -> list[PackedBatch]:
     """Cut micro-batches to the rows that this rank's model computes and copy them to `device`.
 
-    Routes are left out: RolloutRoutes cuts them.  cu_seqlens stays on the host, where it is read
-    without waiting for the device, and has the bounds of all T rows, as attention and RoPE expect.
+    cu_seqlens stays on the host, where it is read without waiting for the device, and has the
+    bounds of all T rows, as attention and RoPE expect.
     with_kept: include the kept sets of these rows and their teacher's tokens, which the last
     pipeline stage needs.
     """
     moved = []
-    for micro_batch in batch.micro_batches:
+    for micro_batch in micro_batches:
         # the same index for every tensor, so that their rows stay aligned
         rows = layout.model_rows(micro_batch.cu_seqlens)
         tensors: dict[str, Any] = {
@@ -266,6 +177,6 @@ def to_device(
         if with_kept and tops is not None and micro_batch.top_index is not None:
             top = top_of_rows(tops, micro_batch.top_index[rows].numpy(), device)
         # they stay on the host
-        tensors |= dict.fromkeys(("routed_experts", "sampling_masks", "teacher_tops"))
+        tensors |= dict.fromkeys(("sampling_masks", "teacher_tops"))
         moved.append(replace(micro_batch, **tensors, kept=kept, top=top))
     return moved

@@ -47,7 +47,7 @@ from megatron_rl.engine.top_logprobs import (
     with_top_slopes,
 )
 from megatron_rl.models.spec import ModelError
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""
@@ -78,8 +78,10 @@ def fused_logprobs(
     hidden: Float[Tensor, "*b t H"],
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
+    kept: KeptSets | None,
     settings: HeadSettings,
-) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    top: KeptSets | None = None,
+) -> TokenLogprobs:
     """Return token_logprobs of the logits hidden @ weight', differentiable in both factors.
 
     hidden: [b, t, H] as a model returns it, or [t, H], with T = b * t rows.  With
@@ -90,19 +92,6 @@ def fused_logprobs(
     Raises ValueError where the dtypes of `hidden` and `weight` differ, where the numbers of rows
     and labels differ, and for a weight without main_grad.
     """
-    result = fused_kept_logprobs(hidden, weight, labels, None, settings)
-    return result.logprobs, result.entropy
-
-
-def fused_kept_logprobs(
-    hidden: Float[Tensor, "*b t H"],
-    weight: Float[Tensor, "v H"],
-    labels: Int[Tensor, " T"],
-    kept: KeptSets | None,
-    settings: HeadSettings,
-    top: KeptSets | None = None,
-) -> TokenLogprobs:
-    """Return kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
     group, into_main_grad = settings.tp_group, settings.into_main_grad
     if hidden.dtype != weight.dtype:
         raise ValueError(

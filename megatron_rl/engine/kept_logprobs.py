@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.engine.shards import Rows, Shard, Slopes, make_slopes, reduce_rows, write_gradient
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 
 class KeptRows(NamedTuple):

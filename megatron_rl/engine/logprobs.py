@@ -37,7 +37,7 @@ from megatron_rl.engine.top_logprobs import (
     reduce_top,
     with_top_slopes,
 )
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 
 class TokenLogprobs(NamedTuple):
@@ -61,42 +61,7 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     logits: Float[Tensor, "T v"],
     labels: Int[Tensor, " T"],
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    block_rows: int | None = None,
-    overwrite: bool = False,
-) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Return (log pi(labels), entropy) of pi = softmax(logits / temperature), both differentiable.
-
-        logp_t = z_y - lse(z),  H_t = lse(z) - sum_v p_v z_v,  z = logits_t / temperature
-
-    over the true `vocab_size` columns.  Padding columns beyond it get no probability and no
-    gradient; a label beyond it gives NaN.  Values are float32 (float64 for float64 logits).  Two
-    all-reduces of [T] per call, none in the backward pass.
-
-    overwrite: the backward pass writes the gradient over the logits, which saves its memory.
-    Nothing may read them after that, and a second backward pass raises RuntimeError.
-    block_rows: rows at a time; by default as many as shards.BLOCK_BYTES allow.
-    """
-    result = kept_token_logprobs(
-        logits,
-        labels,
-        None,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        tp_group=tp_group,
-        block_rows=block_rows,
-        overwrite=overwrite,
-    )
-    return result.logprobs, result.entropy
-
-
-def kept_token_logprobs(
-    logits: Float[Tensor, "T v"],
-    labels: Int[Tensor, " T"],
-    kept: KeptSets | None,
+    kept: KeptSets | None = None,
     *,
     vocab_size: int,
     temperature: float = 1.0,
@@ -105,9 +70,20 @@ def kept_token_logprobs(
     overwrite: bool = False,
     top: KeptSets | None = None,
 ) -> TokenLogprobs:
-    """Return `token_logprobs` over the kept set of each row; kept = None: over the vocabulary.
+    """Return log pi(labels) and the entropy of pi = softmax(logits / temperature), both
+    differentiable.
 
-    The sets are constants, without gradient.  They take two more all-reduces of [T].
+        logp_t = z_y - lse(z),  H_t = lse(z) - sum_v p_v z_v,  z = logits_t / temperature
+
+    over the true `vocab_size` columns.  Padding columns beyond it get no probability and no
+    gradient; a label beyond it gives NaN.  Values are float32 (float64 for float64 logits).  Two
+    all-reduces of [T] per call, none in the backward pass.
+
+    kept: the log-probs are over the kept set of each row; None: over the vocabulary.  The sets are
+    constants, without gradient.  They take two more all-reduces of [T].
+    overwrite: the backward pass writes the gradient over the logits, which saves its memory.
+    Nothing may read them after that, and a second backward pass raises RuntimeError.
+    block_rows: rows at a time; by default as many as shards.BLOCK_BYTES allow.
     top: N ids of the rows whose log-probs are returned besides; one more all-reduce of [N].
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)

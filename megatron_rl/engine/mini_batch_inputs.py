@@ -17,7 +17,7 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.loss import Sequences, count_kept, kept_tokens, select_tokens, token_keys
 from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.loss.teacher import with_teacher_term
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 
 
 def with_teachers(

@@ -13,9 +13,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.engine.adapter import Adapters
-from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs, lm_head_weight
-from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
-from megatron_rl.records import PackedBatch
+from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs, lm_head_weight
+from megatron_rl.engine.logprobs import TokenLogprobs, token_logprobs
+from megatron_rl.records.packed import PackedBatch
 
 
 class FusedHead(NamedTuple):
@@ -50,7 +50,7 @@ class OutputLogprobs:
         if with_top and micro_batch.top is not None:
             top = micro_batch.top.sets
         if self.fused is None:
-            return kept_token_logprobs(
+            return token_logprobs(
                 output.flatten(0, 1),
                 labels,
                 kept,
@@ -63,4 +63,4 @@ class OutputLogprobs:
         model, settings, adapters = self.fused
         with adapters.in_use(model.output_layer):
             weight = lm_head_weight(model)
-            return fused_kept_logprobs(output, weight, labels, kept, settings, top)
+            return fused_logprobs(output, weight, labels, kept, settings, top)

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_rl.loss import PolicyLoss
-from megatron_rl.records import PackedBatch
+from megatron_rl.records.packed import PackedBatch
 from megatron_rl.replay.mismatch import Mismatch
 from megatron_rl.replay.router_shift import RouterRecord
 

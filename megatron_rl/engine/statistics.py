@@ -23,7 +23,7 @@ from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.histogram import Histogram, tabulate
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import PackedBatch, RowState
+from megatron_rl.records.packed import PackedBatch, RowState
 
 FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
 """Groups of tokens by the number of MoE layers that flipped -> fewest flips of the group."""

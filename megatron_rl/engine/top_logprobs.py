@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl.engine.kept_logprobs import find_entries
 from megatron_rl.engine.shards import Shard, Slopes, reduce_over_tp
-from megatron_rl.records.sampling_mask import KeptSets
+from megatron_rl.records.row_sets import KeptSets
 
 
 def gather_top(

@@ -18,7 +18,7 @@ from megatron_rl.engine.statistics import add_divergence, add_update
 from megatron_rl.loss import LossInputs, PolicyLoss, policy_loss, token_shares
 from megatron_rl.loss.teacher import teacher_divergence, with_divergence
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records.packed import MiniBatch, PackedBatch
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def report_error(
     program: str = "megatron_rl.train",
     lines: LogLines | None = None,
 ) -> None:
-    """Print the error and save its traceback.
+    """Print the error of `program` and save its traceback.
 
     Frames are printed where the user's code, or a library, raised it.
     """

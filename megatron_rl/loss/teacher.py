@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.loss.policy import PolicyLoss
-from megatron_rl.records import PackedBatch
-from megatron_rl.records.teacher_scores import TopRows
+from megatron_rl.records.packed import PackedBatch
+from megatron_rl.records.row_sets import TopRows
 
 
 def with_teacher_term(batch: PackedBatch, old_logprobs: Tensor) -> PackedBatch:

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from megatron_rl.launch.log_lines import Event, LogLines, Value
 from megatron_rl.metrics.step_line import short, step_line
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 PLAIN_PROGRESS_SECONDS = 20.0  # between two lines, where no bar can be drawn
 Item = TypeVar("Item")

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_rl.metrics.left_out import ENTRIES, LeftOut, entry_of
 
 if TYPE_CHECKING:  # it loads torch
-    from megatron_rl.records import StepResult
+    from megatron_rl.records.packed import StepResult
 
 WINDOW = 5
 """The number of steps of a median, which the first WINDOW - 1 steps do not have."""

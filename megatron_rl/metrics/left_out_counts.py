@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rl.metrics.left_out import LeftOut, entry_of
 
 if TYPE_CHECKING:  # it loads torch
-    from megatron_rl.records import StepResult
+    from megatron_rl.records.packed import StepResult
 
 
 @dataclass(frozen=True)

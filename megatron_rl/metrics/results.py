@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_rl.config.run_paths import RunFolder
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.metrics.lines import MetricLines, cut_partial_line
 from megatron_rl.metrics.trackers.background import Call
 from megatron_rl.metrics.trackers.registry import Trackers
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 
 class Sinks:

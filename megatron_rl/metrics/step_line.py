@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.metrics.left_out_counts import counts_of_step
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 WIDTH = 120
 COUNTS = 2

@@ -14,7 +14,7 @@ from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.metrics.left_out_counts import Count, counts_of_run
 from megatron_rl.metrics.results import evaluations, series
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 SHOWN = {
     "rollout/reward_mean": ("reward", ".3f"),

@@ -101,19 +101,18 @@ def expert_numbers(spec: ModelSpec, cfg: Config, skew: float) -> tuple[int, int]
 
 
 def local_layer_bytes(
-    spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None, skew: float = 1.0
+    spec: ModelSpec, cfg: Config, *, is_moe: bool, skew: float = 1.0
 ) -> LayerBytes:
     """Return the bytes of a layer without TransformerEngine, as measured on a CPU.
 
     It also keeps keys and values once per query head, the norm of every head, silu(gate), and the
     rows that return from experts.
     """
-    kept, experts = moved_bytes(spec, cfg, is_moe=is_moe, num_rows=num_rows, skew=skew)
+    kept, experts = moved_bytes(spec, cfg, is_moe=is_moe, skew=skew)
     passing = 0
     if is_moe:
         # rows permuted, sorted by expert, and those that return
-        t = rows(cfg) if num_rows is None else num_rows
-        routed = t // sequence_shards(cfg) * spec.top_k * skew * cfg.parallel.expert_tp
+        routed = rows(cfg) // sequence_shards(cfg) * spec.top_k * skew * cfg.parallel.expert_tp
         passing = int(3 * routed * spec.hidden_size * element_size(cfg))
     return LayerBytes(kept, experts, passing)
 

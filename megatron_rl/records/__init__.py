@@ -1,8 +1,9 @@
 """The records that travel between stages.  Read this folder second, after train.py.
 
-    rollouts       Prompt, Rollout, EpisodeRecord: records that were sampled
-    groups         RolloutGroup: the responses to one prompt
+    prompts        Prompt: the question that responses are sampled to
+    rollouts       Rollout, EpisodeRecord, RolloutGroup: records that were sampled
     packed         Sample, PackedBatch, MiniBatch, StepResult: records that are trained on
+    row_sets       sets of ids of a micro-batch's rows
     sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
     teacher_scores the numbers of a teacher about sampled tokens
 
@@ -10,31 +11,34 @@ Every stage takes and returns records.  None is changed in place: `dataclasses.r
 one.  Stages that read no expert ids (scoring, penalties, advantages, metrics, lines of files) get
 groups `without_routes`; `with_routes` adds the ids again before the groups are trained on.
 
+Names of `packed` and `row_sets` are imported from there: these files need torch, which processes of
+environments and agents do not load.
+
 Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
 G responses of a group, B sequences and T packed tokens of one micro-batch (pads included).
 """
 
-from megatron_rl.records.groups import RolloutGroup, with_routes, without_routes
-from megatron_rl.records.packed import MiniBatch, PackedBatch, RowState, Sample, StepResult
+from megatron_rl.records.files import Files
+from megatron_rl.records.prompts import Prompt
 from megatron_rl.records.rollouts import (
     DIGEST_BYTES,
     NO_EPISODE,
     EpisodeRecord,
-    Files,
     FinishReason,
-    Prompt,
     Rollout,
+    RolloutGroup,
     check_digest,
     check_episode,
     episode_digest,
     routes_digest,
     spanned_versions,
     version_spans,
+    with_routes,
+    without_routes,
 )
 
 __all__ = [
-    "DIGEST_BYTES", "NO_EPISODE", "EpisodeRecord", "Files", "FinishReason", "MiniBatch",
-    "PackedBatch", "Prompt", "Rollout", "RolloutGroup", "RowState", "Sample", "StepResult",
-    "check_digest", "check_episode", "episode_digest", "routes_digest", "spanned_versions",
-    "version_spans", "with_routes", "without_routes",
+    "DIGEST_BYTES", "NO_EPISODE", "EpisodeRecord", "Files", "FinishReason", "Prompt", "Rollout",
+    "RolloutGroup", "check_digest", "check_episode", "episode_digest", "routes_digest",
+    "spanned_versions", "version_spans", "with_routes", "without_routes",
 ]  # fmt: skip

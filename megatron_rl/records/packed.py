@@ -7,19 +7,20 @@ micro-batch (pads included).
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from megatron_rl.records.rollouts import Rollout
-from megatron_rl.records.sampling_mask import KeptSets, SamplingMask
-from megatron_rl.records.teacher_scores import TeacherTop, TopRows
+from megatron_rl.records.row_sets import KeptSets, TopRows
+from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.teacher_scores import TeacherTop
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its advantage; after `sequences`, one sequence of a micro-batch."""
+    """A rollout with its advantage; after `sequences_of` (batch/split.py), one sequence of a
+    micro-batch."""
 
     rollout: Rollout
     advantage: float
@@ -49,16 +50,6 @@ class Sample:
         """True if another sample is this sequence, and is learned from in its place."""
         return self.episode_length == 0
 
-    @property
-    def sequences(self) -> list[Sample]:
-        """Sequences of the rollout, which is one response however many they are."""
-        if not self.rollout.episode.earlier:
-            return [self]
-        return [
-            replace(self, rollout=sequence, episode_length=self.length)
-            for sequence in self.rollout.sequences
-        ]
-
 
 class RowState(enum.IntEnum):
     """Action of the router on one packed row under replay.
@@ -81,7 +72,9 @@ class PackedBatch:
     Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  A
     sequence may end with pads, inside its bounds: under context parallelism, and up to the longest
     one in a padded (BSHD) micro-batch, which is the same flat order with equal bounds, T = B x S.
-    The engine slices every per-row tensor to its rank's rows; cu_seqlens stays global.
+    The engine slices every per-row tensor to its rank's rows; cu_seqlens stays global.  Routes are
+    not packed: every rank cuts its rows and layers from those of the rollouts
+    (replay/rollout_routes.py).
     """
 
     tokens: torch.Tensor
@@ -105,10 +98,6 @@ class PackedBatch:
     """int64 [T], Sample.response of the row's sequence, -1 on pads and where it has none."""
     response_lengths: torch.Tensor
     """int64 [T], |y| of the episode of the row's sequence, 1 on pads."""
-    routed_experts: tuple[np.ndarray, ...] | None
-    """For every sequence uint8 | int16 [S - 1, L, K], which starts at row cu_seqlens[b]; or None.
-    They are not packed here: each rank copies only the rows and layers that it computes
-    (replay/layout.py)."""
     row_state: torch.Tensor
     """uint8 [T], RowState."""
     policy_versions: torch.Tensor
@@ -157,21 +146,9 @@ class MiniBatch:
     lockstep_efficiency: float = 1.0
     """Share of time, planned over all replicas, in which no replica waits for another."""
     samples: tuple[tuple[Sample, ...], ...] = ()
-    """The sequences of every micro-batch, from which it was packed."""
+    """The sequences of every micro-batch, from which it was packed; they alone have expert ids."""
     policy_version: int | None = None
     """Version of pi_old, where metrics by the age of tokens are wanted."""
-
-    @property
-    def without_routes(self) -> MiniBatch:
-        """This mini-batch without expert ids, for whatever reads none of them."""
-        return replace(
-            self,
-            micro_batches=tuple(replace(part, routed_experts=None) for part in self.micro_batches),
-            samples=tuple(
-                tuple(replace(sample, rollout=sample.rollout.without_routes) for sample in part)
-                for part in self.samples
-            ),
-        )
 
 
 @dataclass(frozen=True)

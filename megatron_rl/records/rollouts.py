@@ -1,47 +1,27 @@
-"""Records that were sampled: a prompt, its responses, the episodes of agents, and the digests that
-bind them.
+"""Records that were sampled: responses to prompts, their groups, the episodes of agents, and the
+digests that bind them.
 
-Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k.
+Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
+G responses of a group.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from megatron_rl.records.prompts import Prompt
 from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 
 FinishReason = Literal["stop", "length", "abort"]
 """abort: stopped early, to be continued (rollout/client/response.py).  Such a response is kept in
 Group.prefixes, and in checkpoints; no step trains on it."""
-
-Files = Mapping[str, Callable[[Path], None]]
-"""File name -> function that writes it; a checkpoint may call it later, in a thread."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question of a data set."""
-
-    id: str
-    text: str
-    """For people."""
-    token_ids: tuple[int, ...]
-    """For the engines."""
-    label: str
-    """For the reward function, as is the metadata."""
-    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """Further columns of the row, JSON."""
-    source: str = ""
-    """Name of the source of data.train that has the row, or of its evaluation set; "" where
-    data.train is one file."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +253,53 @@ class Rollout:
             for number, sequence in enumerate(self.episode.earlier)
         )
         return replace(self, id=name).with_episode(earlier=earlier)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The G responses to one prompt.  Stages fill in the arrays."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    rewards: np.ndarray | None = None
+    """float32 [G], without `penalties`; those of the reward function include reward.format_penalty
+    in training.  NaN where a response has none (reward.on_error = drop, or a failure in
+    evaluation)."""
+    advantages: np.ndarray | None = None
+    """float32 [G]."""
+    penalties: np.ndarray | None = None
+    """float32 [G], penalties for length, added to the rewards where advantages are made."""
+    teacher_weights: np.ndarray | None = None
+    """float32 [G], beta of every response, 0 where its teacher does not teach it; None: no run with
+    teachers."""
+
+
+def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups without expert ids.
+
+    Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
+    lines of files.  `with_routes` follows before the groups are trained on.
+    """
+    return [
+        replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def with_routes(
+    groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup]
+) -> list[RolloutGroup]:
+    """Return the groups with the expert ids of `sampled`, from which without_routes made them."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                rollout.with_routes_of(other)
+                for rollout, other in zip(group.rollouts, origin.rollouts, strict=True)
+            ),
+        )
+        for group, origin in zip(groups, sampled, strict=True)
+    ]
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:

@@ -10,17 +10,12 @@ Shapes: R sampled tokens of one rollout, N ids of all their sets, T rows of a mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from megatron_rl.config.sections.rollout import MOST_KEPT
-from megatron_rl.records.on_device import on_device
-
-BLOCK_IDS = 1 << 22
-"""Ids whose logits are gathered at a time: 32 MiB of float64."""
 
 
 @dataclass(frozen=True)
@@ -130,67 +125,6 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
             " edited after sampling"
         )
     return ids
-
-
-@dataclass(frozen=True)
-class KeptSets:
-    """Sets of ids of the rows of a micro-batch, on its device: kept sets, or the most probable
-    tokens of a teacher (records/teacher_scores.py).
-
-    A row without a set (prompt, pad) has none of the ids.
-    """
-
-    offsets: np.ndarray
-    """int64 [T + 1] on the host: row t has the ids offsets[t] to offsets[t + 1]."""
-    ids: torch.Tensor
-    """int64 [N]."""
-    rows: torch.Tensor
-    """int64 [N], the row of each id."""
-    is_empty: torch.Tensor
-    """bool [T], rows without a set."""
-
-    def blocks(self, start: int, stop: int) -> Iterator[slice]:
-        """Yield rows start..stop in blocks of at most BLOCK_IDS ids (or one row)."""
-        while start < stop:
-            last = self.offsets[start] + BLOCK_IDS
-            end = int(np.searchsorted(self.offsets, last, side="right")) - 1
-            end = min(max(end, start + 1), stop)
-            yield slice(start, end)
-            start = end
-
-
-def sets_of_tokens(
-    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str = "cpu"
-) -> KeptSets:
-    """Return the kept sets of the rows of a micro-batch.
-
-    set_index: int [T], for every row the place of its set among the sets of all `masks`, end to
-    end; -1: the row has no set.
-    """
-    return sets_and_places(masks, set_index, device)[0]
-
-
-def sets_and_places(
-    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str
-) -> tuple[KeptSets, np.ndarray]:
-    """Return `sets_of_tokens`, and int64 [N], the place of each of its ids among those of all
-    `masks`, end to end.
-    """
-    sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
-    ids = np.concatenate([mask.ids() for mask in masks])
-    # index -1 reads the last set, whose size is not used
-    row_sizes = np.where(set_index < 0, 0, sizes[set_index])
-    offsets = np.concatenate([[0], np.cumsum(row_sizes)])
-    rows = np.repeat(np.arange(len(set_index)), row_sizes)
-    first = (np.cumsum(sizes) - sizes)[set_index]  # of the token's ids in `ids`
-    places = np.arange(len(rows)) - offsets[rows] + first[rows]
-    sets = KeptSets(
-        offsets,
-        on_device(torch.from_numpy(ids[places]), device),
-        on_device(torch.from_numpy(rows), device),
-        on_device(torch.from_numpy(row_sizes == 0), device),
-    )
-    return sets, places
 
 
 def first_of_sets(sizes: np.ndarray) -> np.ndarray:

@@ -1,21 +1,16 @@
-"""The answer of a teacher about the sampled tokens of a sequence, and what a micro-batch reads of
-it.
+"""The answer of a teacher about the sampled tokens of a sequence.
 
-Shapes: R sampled tokens of one sequence, K tokens that the teacher names for each of them, N ids of
-several tokens, T rows of a micro-batch.
+Shapes: R sampled tokens of one sequence, K tokens that the teacher names for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from megatron_rl.records.on_device import on_device
-from megatron_rl.records.sampling_mask import KeptSets, SamplingMask, sets_and_places
+from megatron_rl.records.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -63,25 +58,3 @@ class TeacherScores(NamedTuple):
     """float32 [R], log pi_T of the sampled tokens."""
     top: TeacherTop | None = None
     """None with loss.teacher_form = token."""
-
-
-class TopRows(NamedTuple):
-    """The teacher's most probable tokens of the rows of a micro-batch, on its device."""
-
-    sets: KeptSets
-    """Rows without a teacher have none of the ids."""
-    logprobs: torch.Tensor
-    """float32 [N], log pi_T of the ids."""
-
-
-def top_of_rows(
-    tops: Sequence[TeacherTop], index: np.ndarray, device: torch.device | str = "cpu"
-) -> TopRows:
-    """Return the teacher's tokens of the rows of a micro-batch.
-
-    index: int [T], for every row the place of its label among the sampled tokens of all `tops`, end
-    to end; -1: the row has no teacher.
-    """
-    sets, places = sets_and_places([top.sets for top in tops], index, device)
-    logprobs = np.concatenate([top.logprobs for top in tops])[places]
-    return TopRows(sets, on_device(torch.from_numpy(logprobs), device))

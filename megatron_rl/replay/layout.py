@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Int, Integer, Shaped
 from torch import Tensor
 
-from megatron_rl.records import RowState
+from megatron_rl.records.packed import RowState
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 

@@ -110,7 +110,7 @@ class StandaloneSampler:
             max_tokens=cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             policy_version=self.version,
-            on_progress=lambda group: advance(),
+            on_progress=advance,
         )
 
     def _make_server_pool(self) -> ServerPool:

@@ -24,7 +24,7 @@ from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
 from megatron_rl.metrics.trackers.run_versions import versions
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 VIEWS = ("view", "top")
 """Commands that show a run."""

@@ -31,7 +31,8 @@ from megatron_rl.engine.forward import to_device
 from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.engine.provider import provider_spec
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, RolloutGroup, Sample
+from megatron_rl.records import RolloutGroup
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.saved.demonstrations_of_run import demonstrations_of_run
 from megatron_rl.rollout.unique_ids import with_unique_ids
@@ -203,7 +204,9 @@ class SftSource(SourceWithoutServers):
         engine = self.engine
         # the statistics of that pass compare with a sampler, which there is none of
         old = engine.old_logprobs(batch, MetricSums(), replay="none")
-        parts = to_device(batch, engine.layout, engine.parallel.device, with_kept=False)
+        parts = to_device(
+            batch.micro_batches, engine.layout, engine.parallel.device, with_kept=False
+        )
         # tensor ranks have equal values: a mean does not change where all of them count
         for logprobs, part in zip(old.logprobs, parts, strict=False):
             total = -logprobs.double()[part.loss_mask].sum()
@@ -216,7 +219,9 @@ def without_old_pass(engine: Engine, batch: MiniBatch) -> OldPass:
     """
     logprobs: tuple[Any, ...] = ()
     if engine.parallel.is_last_stage:
-        parts = to_device(batch, engine.layout, engine.parallel.device, with_kept=False)
+        parts = to_device(
+            batch.micro_batches, engine.layout, engine.parallel.device, with_kept=False
+        )
         logprobs = tuple(part.rollout_logprobs for part in parts)
     return OldPass(logprobs, recorded=None, mismatch=None, flips=None)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.split import split
+from megatron_rl.batch.split import batch_without_routes, split
 from megatron_rl.batch.teacher_weights import with_teacher_weights
 from megatron_rl.checkpoint.batches.bundle_writer import results_of, write_bundle
 from megatron_rl.checkpoint.folder import Progress
@@ -31,7 +31,8 @@ from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.launch.signals import StopSignal
 from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, RolloutGroup, StepResult, with_routes, without_routes
+from megatron_rl.records import RolloutGroup, with_routes, without_routes
+from megatron_rl.records.packed import MiniBatch, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer.recording.events_and_files import Recording
 from megatron_rl.trainer.recording.saved_batches import DueBundle, SavedBatches
@@ -183,7 +184,7 @@ class Trainer:
 
     def _old_pass(self, batch: MiniBatch) -> OldPass:
         sums = MetricSums()
-        with self.tokens.old_pass(batch.without_routes):
+        with self.tokens.old_pass(batch_without_routes(batch)):
             old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
         # its KL(mu, pi_old), by which `due` judges the mini-batch
         self.saved_batches.note_old_pass(batch.index, sums)

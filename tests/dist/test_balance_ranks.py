@@ -51,13 +51,13 @@ def deal(rules, in_pods):
             make_samples(dist.get_rank()), max_tokens=CAP, rule=rule, dp_group=dist.group.WORLD
         )
         found = {}
-        for micro in batch.micro_batches:
+        for micro, samples in zip(batch.micro_batches, batch.samples, strict=True):
             for index, name in enumerate(micro.rollout_ids):
                 own = micro.sequence_ids == index
                 learned = own & micro.loss_mask
                 found[name] = (
                     micro.tokens[own].tolist(),
-                    micro.routed_experts[index].tolist(),
+                    samples[index].rollout.routed_experts.tolist(),
                     sorted(set(micro.advantages[learned].tolist())),
                     micro.rollout_logprobs[learned].tolist(),
                 )

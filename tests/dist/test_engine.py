@@ -90,18 +90,19 @@ def bad_routes(engine, batch):
 
     from megatron_rl.metrics.reduce import MetricSums
 
-    first = batch.micro_batches[0]
+    names, (first, *others) = batch.micro_batches[0].rollout_ids, batch.samples
     for expert, rule in (
         (lambda ids: ids[0], "distinct ids in a row"),
         (lambda ids: 8, r"ids in 0\.\.7"),
     ):
-        routes = [ids.copy() for ids in first.routed_experts]
-        routes[1][2, 3, 1] = expert(routes[1][2, 3])
-        broken = dataclasses.replace(first, routed_experts=tuple(routes))
-        bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
+        routes = first[1].rollout.routed_experts.copy()
+        routes[2, 3, 1] = expert(routes[2, 3])
+        rollout = dataclasses.replace(first[1].rollout, routed_experts=routes)
+        broken = (first[0], dataclasses.replace(first[1], rollout=rollout), *first[2:])
+        bad = dataclasses.replace(batch, samples=(broken, *others))
         for mode in ("R3", "none"):  # none: as replay.measure compares with them
             with pytest.raises(
-                ValueError, match=rf"rollout {first.rollout_ids[1]}, row 2: .*MoE layer 3 .*{rule}"
+                ValueError, match=rf"rollout {names[1]}, row 2: .*MoE layer 3 .*{rule}"
             ):
                 engine.old_logprobs(bad, MetricSums(), replay=mode)
 

@@ -46,7 +46,7 @@ def run_cases(root: Path, cases: list[tuple[str, str]]) -> None:
 
 
 def check_cases(root: Path, cases: list[tuple[str, str]]) -> None:
-    from megatron_rl.weights.hf.export import export_hf
+    from tests.exported import export_hf
 
     for name, layout in cases:
         expected = Reference(**torch.load(root / f"{name}.pt", weights_only=True))

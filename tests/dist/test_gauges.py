@@ -140,7 +140,7 @@ def run_layouts(checkpoint, rollouts, layouts):
     import torch.distributed as dist
 
     from megatron_rl.engine.forward import to_device
-    from megatron_rl.records import RowState
+    from megatron_rl.records.packed import RowState
     from tests.dist.engines import make_engine
 
     dist.init_process_group("gloo")
@@ -156,7 +156,9 @@ def run_layouts(checkpoint, rollouts, layouts):
         rows = []
         for batch, old in zip(batches, passes, strict=True):
             for micro_batch, flips in zip(
-                to_device(batch, engine.layout, engine.parallel.device), old.flips, strict=True
+                to_device(batch.micro_batches, engine.layout, engine.parallel.device),
+                old.flips,
+                strict=True,
             ):
                 assert flips.shape == micro_batch.tokens.shape
                 for row, count in enumerate(flips.tolist()):

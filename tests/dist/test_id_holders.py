@@ -17,9 +17,9 @@ from tests.faults.samples import SPEC
 from tests.saved_run import make_material, sections
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 24
-"""Client 4, groups and scheduler 4, records 2, trainer 3, parity check, batch 4, saved mini-batch,
-engine and replay 5."""
+MOST = 20
+"""Client 4, groups and scheduler 3, the record, trainer 2, parity check, batch 4, saved mini-batch,
+engine and replay 4."""
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def check_reference(checkpoint, mode, settings, folder=None):
         assert any(
             not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)
         ), "no route moved"
-        micro_batches = to_device(batch, engine.layout, engine.parallel.device)
+        micro_batches = to_device(batch.micro_batches, engine.layout, engine.parallel.device)
         with engine._with_reference():
             expected, _ = engine._forward(
                 micro_batches, [Routes(replay=ids) for ids in second.recorded]

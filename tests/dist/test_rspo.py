@@ -31,7 +31,7 @@ def router_logs(engine, batch, ids=None):
         )
         for layer, router in moe_routers(engine.chunks)
     ]
-    micro_batches = to_device(batch, engine.layout, engine.parallel.device)
+    micro_batches = to_device(batch.micro_batches, engine.layout, engine.parallel.device)
     engine._forward(micro_batches, engine._update_routes(batch, None, "R3"))
     for handle in handles:
         handle.remove()
@@ -86,7 +86,7 @@ def check_against_hooks(checkpoint):
     routes = engine._update_routes(batch, None, "R3")
     worst, floors = 0.0, list[bool]()
     for micro_batch, route, a, b, trust in zip(
-        to_device(batch, engine.layout, engine.parallel.device),
+        to_device(batch.micro_batches, engine.layout, engine.parallel.device),
         routes,
         before,
         after,

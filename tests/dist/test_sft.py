@@ -62,7 +62,7 @@ def run_engines(root: Path, layouts: dict) -> list[tuple[float, float, float]]:
 
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.records import Sample
+    from megatron_rl.records.packed import Sample
     from megatron_rl.trainer.sft_rows import SftRows, SftSource, without_old_pass
     from megatron_rl.trainer.step_meter import StepMeter
     from tests.dist.engines import make_engine

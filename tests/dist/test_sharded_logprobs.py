@@ -59,7 +59,8 @@ def make_sets(labels, vocab):
     """Sets of 1 to 4 ids, on one shard or over all; every fifth row has none."""
     import numpy as np
 
-    from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
+    from megatron_rl.records.row_sets import sets_of_tokens
+    from megatron_rl.records.sampling_mask import SamplingMask
 
     sizes = np.arange(len(labels)) % 4 + 1
     steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
@@ -82,7 +83,7 @@ def difference(got, expected):
 def compare_logits(group, vocab, padded, sets):
     import torch
 
-    from megatron_rl.engine.logprobs import kept_token_logprobs
+    from megatron_rl.engine.logprobs import token_logprobs
 
     torch.manual_seed(0)
     rank, size, rows = group.rank(), group.size(), 24
@@ -91,8 +92,8 @@ def compare_logits(group, vocab, padded, sets):
     logits = 5 * torch.randn(rows, padded)
     whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
-    expected = kept_token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9, top=kept)
-    got = kept_token_logprobs(
+    expected = token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9, top=kept)
+    got = token_logprobs(
         mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7,
         top=kept,
     )  # fmt: skip
@@ -121,7 +122,7 @@ def used(got, expected):
 def compare_fused(group, vocab, padded, sequence_parallel, sets):
     import torch
 
-    from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs
+    from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 
     torch.manual_seed(0)
     rank, size, sequences, rows = group.rank(), group.size(), 2, 12
@@ -135,8 +136,8 @@ def compare_fused(group, vocab, padded, sequence_parallel, sets):
     mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
     plain = HeadSettings(vocab_size=vocab)
-    expected = fused_kept_logprobs(whole, whole_head, labels, kept, plain, kept)
-    got = fused_kept_logprobs(
+    expected = fused_logprobs(whole, whole_head, labels, kept, plain, kept)
+    got = fused_logprobs(
         mine,
         my_head,
         labels,
@@ -256,7 +257,7 @@ def check_old_logprobs(engine, batch):
     import torch
 
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.records.sampling_mask import sets_of_tokens
+    from megatron_rl.records.row_sets import sets_of_tokens
 
     def old_logprobs(micro_batches):
         given = replace(batch, micro_batches=tuple(micro_batches))

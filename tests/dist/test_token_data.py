@@ -38,6 +38,7 @@ def train_step(checkpoint, layout, folder, *, look=None):
     """Two mini-batches of one step with the recorder; look: also called with what each update is
     computed from.
     """
+    from megatron_rl.batch.split import batch_without_routes
     from megatron_rl.metrics.file_writer import FileWriter
     from megatron_rl.metrics.reduce import MetricSums
     from megatron_rl.trainer.recording.token_recorder import TokenRecorder
@@ -62,7 +63,7 @@ def train_step(checkpoint, layout, folder, *, look=None):
     batches = [renamed(batch) for batch in batches]
     passes = []
     for batch in batches:
-        with recorder.old_pass(batch.without_routes):
+        with recorder.old_pass(batch_without_routes(batch)):
             passes.append(engine.old_logprobs(batch, MetricSums(), replay="R3"))
     for batch, old in zip(batches, passes, strict=True):
         sums, observe = MetricSums(), recorder.observer(batch.index, old.mismatch)

@@ -54,8 +54,8 @@ def test_four_ranks(plain: Path, odd: Path) -> None:
 def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
     from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.weights.hf.entries import entries
-    from megatron_rl.weights.hf.export import export_hf
     from megatron_rl.weights.hf.write import write_hf_checkpoint
+    from tests.exported import export_hf
 
     for number, (path, layout, dtype) in enumerate(cases):
         chunks, spec, _, parallel = build(path, dtype=dtype, **layout)
@@ -193,9 +193,9 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.weights.hf.export import export_hf
     from megatron_rl_tools.convert import conversion_sides
     from megatron_rl_tools.convert.convert_hf import main
+    from tests.exported import export_hf
 
     conversion_sides.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own

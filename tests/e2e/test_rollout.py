@@ -18,9 +18,9 @@ import torch
 
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.engine.logprobs import kept_token_logprobs
+from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.records import Prompt
-from megatron_rl.records.sampling_mask import sets_of_tokens
+from megatron_rl.records.row_sets import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
@@ -120,7 +120,7 @@ def differences(checkpoint, rollout, temperature):
         logits = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None]).logits[0]
         assert (lost_probability(checkpoint, rollout) <= TIE).all()
     kept = sets_of_tokens(batch.sampling_masks, batch.set_index.numpy())
-    found = kept_token_logprobs(logits, batch.labels, kept, vocab_size=64, temperature=temperature)
+    found = token_logprobs(logits, batch.labels, kept, vocab_size=64, temperature=temperature)
     mu = batch.rollout_logprobs
     both = (mu - found.logprobs).abs(), (mu - found.logprobs - found.log_mass).abs()
     return [values[batch.loss_mask].numpy() for values in both]

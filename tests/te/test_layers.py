@@ -22,11 +22,11 @@ from megatron_rl.engine.latent_attention import LATENT_EPS
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.plan.memory import rank_parameters
 from megatron_rl.replay.manager import ReplayManager, Routes
-from megatron_rl.weights.hf.export import export_hf
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.launch import run_ranks
+from tests.exported import export_hf
 from tests.families import FAMILIES, family_checkpoint
 from tests.te.layers import build
 from tests.unit.plan.test_refusals import rank_of

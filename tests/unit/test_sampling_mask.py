@@ -5,12 +5,12 @@ token is refused.
 import numpy as np
 import pytest
 
+from megatron_rl.records.row_sets import sets_of_tokens
 from megatron_rl.records.sampling_mask import (
     SamplingMask,
     check_mask,
     from_varints,
     join_masks,
-    sets_of_tokens,
     to_varints,
 )
 

@@ -34,7 +34,7 @@ from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.pass_results import OldPass, UpdateTokens
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.options import parse_replay_batch
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}

@@ -21,7 +21,7 @@ from megatron_rl.metrics.left_out_counts import counts_of_run
 from megatron_rl.metrics.results import read_run_settings, series
 from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import read_metrics
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl_viewer.figure import draw_run
 from megatron_rl_viewer.metrics import LABELS, MetricsFile
 from megatron_rl_viewer.report_style import STYLE

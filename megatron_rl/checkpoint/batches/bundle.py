@@ -33,7 +33,7 @@ from megatron_rl.checkpoint.batches.bundle_sequences import (
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.pass_results import OldPass, ReplayMode
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl.replay.layout import Rows
 from megatron_rl.replay.router_shift import RouterRecord
 

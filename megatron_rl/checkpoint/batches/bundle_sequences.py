@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.batch.transfer import decode_samples
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 
 
 class BundleError(ValueError):

@@ -34,7 +34,7 @@ from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.metrics.sinks import finite
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl.replay.layout import indices
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 

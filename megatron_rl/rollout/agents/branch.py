@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Protocol, cast
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol, cast
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
@@ -23,6 +21,9 @@ from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.group import Group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OBSERVED_ROLES = ("tool", "user")
 """Roles of messages between turns: the model's own messages are sampled, and formats have no place

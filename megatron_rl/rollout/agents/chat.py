@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rollout.agents.known_texts import KnownTexts
 from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN, encodable
@@ -20,6 +19,7 @@ from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN, encodabl
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage
     from renderers import ParsedToolCall, RenderedTokens, Renderer, ToolSpec
+    from transformers import PreTrainedTokenizerBase
 
 NOT_NAMED = ("auto", "default", "custom")
 """Names that guess the format: a wrong guess trains on text that the model never sees when it is

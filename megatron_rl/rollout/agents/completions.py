@@ -8,16 +8,17 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
-from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question, split_prefill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def error_body(error: ApiError) -> Json:
@@ -178,15 +179,6 @@ class CompletionRequest(RequestFields):
         self, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[Json]]:
         return [sampled_logprobs(turn, tokenizer) if self.logprobs else [] for turn in turns]
-
-
-def read_request(
-    content: object, temperature: float, truncation: Truncation | None = None
-) -> CompletionRequest:
-    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
-    be sampled as the run samples.
-    """
-    return checked(CompletionRequest, content, temperature, truncation)
 
 
 def completion(

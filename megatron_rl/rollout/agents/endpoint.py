@@ -20,15 +20,19 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aiohttp import HttpVersion11, web
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents import completions, messages, responses, text_completions
 from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
+from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError, DoorRequest, Json, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 16 << 20
@@ -100,10 +104,10 @@ class Endpoint:
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         routes: dict[str, Handler] = {
-            "/v1/chat/completions": partial(self._answer, completions.read_request),
-            "/v1/completions": partial(self._answer, text_completions.read_request),
+            "/v1/chat/completions": partial(self._answer, completions.CompletionRequest),
+            "/v1/completions": partial(self._answer, text_completions.TextCompletionRequest),
             "/v1/responses": self._respond,
-            MESSAGES: partial(self._answer, messages.read_request),
+            MESSAGES: partial(self._answer, messages.MessagesRequest),
             f"{MESSAGES}/count_tokens": self._count,
         }
         for path, handler in routes.items():
@@ -147,20 +151,26 @@ class Endpoint:
         return web.json_response(completions.models())
 
     async def _answer(
-        self, read: Callable[..., DoorRequest], request: web.Request
+        self,
+        kind: type[
+            completions.CompletionRequest
+            | text_completions.TextCompletionRequest
+            | messages.MessagesRequest
+        ],
+        request: web.Request,
     ) -> web.StreamResponse:
-        """Answer a request of the protocol that `read` reads."""
+        """Answer a request of one protocol."""
         episode = self._episode(request)
-        asked = read(await body_of(request), episode.temperature, episode.truncation)
+        asked = checked(kind, await body_of(request), episode.temperature, episode.truncation)
         response, _ = await self._write(episode, asked, request)
         return response
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of Responses, and keep the answer when the client has read it."""
         episode = self._episode(request)
-        asked = responses.read_request(
-            await body_of(request), episode.temperature, episode.truncation, episode.answered
-        )
+        kind = responses.ResponsesRequest
+        asked = checked(kind, await body_of(request), episode.temperature, episode.truncation)
+        asked.continue_from(episode.answered)
         response, turns = await self._write(episode, asked, request)
         asked.keep(episode.answered, turns)
         return response
@@ -181,8 +191,8 @@ class Endpoint:
 
     async def _count(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        asked = messages.read_count(await body_of(request))
-        return web.json_response({"input_tokens": num_tokens(episode.session, asked)})
+        asked = checked(messages.CountRequest, await body_of(request))
+        return web.json_response({"input_tokens": num_tokens(episode.session, asked.question)})
 
 
 async def body_of(request: web.Request) -> object:

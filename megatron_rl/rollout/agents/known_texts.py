@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from copy import copy
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
 """Length and number of the texts whose tokens are cached."""

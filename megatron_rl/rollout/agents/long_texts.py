@@ -4,7 +4,11 @@ which no episode continues.
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 CHARACTERS_PER_TOKEN = 16
 """More than most texts have; a text that has more is encoded twice."""

@@ -10,15 +10,13 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
-from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import (
     CONTEXT_FULL,
     ApiError,
@@ -26,6 +24,9 @@ from megatron_rl.rollout.agents.question import (
     Question,
     split_prefill,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 """Status -> type of an error; all others are invalid_request_error."""
@@ -163,20 +164,6 @@ def stop_reason(turn: Turn) -> str:
     if turn.stop is not None:
         return "stop_sequence"
     return "tool_use" if "tool_calls" in turn.message else "end_turn"
-
-
-def read_request(
-    content: object, temperature: float, truncation: Truncation | None = None
-) -> MessagesRequest:
-    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
-    be sampled as the run samples.
-    """
-    return checked(MessagesRequest, content, temperature, truncation)
-
-
-def read_count(content: object) -> Question:
-    """Read the body of a request to count tokens.  Raises ApiError."""
-    return checked(CountRequest, content).question
 
 
 def parts_of(message: Json) -> Iterator[Json]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from megatron_rl.rollout.agents.chat import Chat, Reply, Schema
 from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
 from megatron_rl.rollout.agents.stops import reply_before
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

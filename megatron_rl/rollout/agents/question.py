@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megatron_rl.rollout.agents.chat import Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped, Turn
@@ -21,6 +19,9 @@ from megatron_rl.rollout.agents.raw_prompts import RawPrompt
 from megatron_rl.rollout.agents.sequences import Answer
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Json = dict[str, object]
 

@@ -11,16 +11,17 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
-from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.chat import Message
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, ApiError, Json, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Answered = dict[str, Sequence[Message]]
 """Id of an answer -> the messages up to it, itself included, without instructions: each request
@@ -214,23 +215,6 @@ class ResponsesRequest(RequestFields):
                 "total_tokens": prompt + sampled,
             },
         }
-
-
-def read_request(
-    content: object,
-    temperature: float,
-    truncation: Truncation | None = None,
-    answered: Answered | None = None,
-) -> ResponsesRequest:
-    """Read the body of a request.
-
-    answered: the answers of its episode.
-    Raises ApiError, naming the field, for a request that would not be sampled as the run samples,
-    or that continues an unknown answer.
-    """
-    asked = checked(ResponsesRequest, content, temperature, truncation)
-    asked.continue_from({} if answered is None else answered)
-    return asked
 
 
 def messages_of(content: str | Sequence[Json]) -> list[Message]:

@@ -17,8 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
@@ -35,6 +34,9 @@ from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
 from megatron_rl.rollout.client.request import RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import cast
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, cast
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch
@@ -51,6 +49,9 @@ from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.sequences import Sequences
 from megatron_rl.rollout.agents.tools import Tool, Tools
 from megatron_rl.rollout.client.call import Call, SampleTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)

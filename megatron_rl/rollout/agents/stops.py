@@ -12,15 +12,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.long_texts import encodable
 from megatron_rl.rollout.agents.recorded import part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Match(NamedTuple):

@@ -8,18 +8,19 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.completions import StreamOptions, usage
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.fields import RequestFields, checked
+from megatron_rl.rollout.agents.fields import RequestFields
 from megatron_rl.rollout.agents.question import MODEL, Json, RawQuestion
 from megatron_rl.rollout.agents.raw_prompts import RawPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_PROMPTS = 128
 """Limit of the prompts of a request, the same as that of `n`."""
@@ -139,12 +140,3 @@ class TextCompletionRequest(RequestFields):
             choice["prompt_token_ids"] = list(turn.prompt_token_ids)
             choice["token_ids"] = list(turn.token_ids)
         return choice
-
-
-def read_request(
-    content: object, temperature: float, truncation: Truncation | None = None
-) -> TextCompletionRequest:
-    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
-    be sampled as the run samples.
-    """
-    return checked(TextCompletionRequest, content, temperature, truncation)

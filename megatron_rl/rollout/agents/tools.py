@@ -23,11 +23,6 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, validate_call
 from pydantic_core import to_json
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
 
 from megatron_rl.rollout.agents.chat import Schema, ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
@@ -124,6 +119,13 @@ class Tools:
 @functools.lru_cache(maxsize=256)  # every turn of every episode names the same functions
 def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]:
     """Return the schema of a function, and the function with checked arguments."""
+    # transformers takes a second to import, and the process of an environment may need no schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
     name = getattr(function, "__name__", repr(function))
     try:
         schema = get_json_schema(function)

@@ -42,8 +42,8 @@ from megatron_rl.rollout.group import Group
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
-OnProgress = Callable[[Group], object]
-"""Called with every group when it becomes complete."""
+OnProgress = Callable[[], object]
+"""Called when a group becomes complete."""
 
 
 class RolloutClient(GroupSampler):
@@ -273,7 +273,7 @@ class RolloutClient(GroupSampler):
         if not call.enough:  # a group that completes while it is aborted is not reported
             call.stats.tokens += sum(r.episode_length for r in group.rollouts.values())
             if on_progress is not None:
-                on_progress(group)
+                on_progress()
 
     def _set_running(self) -> None:
         with self._lock:

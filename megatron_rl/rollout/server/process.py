@@ -350,6 +350,6 @@ def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
     return path
 
 
-def log_tail(path: Path, lines: int = 15) -> str:
+def log_tail(path: Path) -> str:
     text = path.read_text(errors="replace").strip().splitlines()
-    return f"last lines of {path}:\n" + "\n".join(text[-lines:])
+    return f"last lines of {path}:\n" + "\n".join(text[-15:])

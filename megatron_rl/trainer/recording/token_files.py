@@ -20,7 +20,7 @@ import orjson
 from megatron_rl.config.run_paths import RunFolder, writer_name
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import replace_text
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 from megatron_rl.rollout.saved.rollout_tensors import SCHEMA, write_tensors
 
 

@@ -25,7 +25,7 @@ from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.pass_results import ObserveTokens, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.records import MiniBatch, PackedBatch, Sample
+from megatron_rl.records.packed import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices
 from megatron_rl.replay.mismatch import Mismatch
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice

@@ -224,18 +224,6 @@ def gather_shards(
     return shards
 
 
-def export_hf(
-    chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (HF name, tensor) of every tensor of the checkpoint, moved to rank 0; None elsewhere.
-
-    Collective.
-    """
-    chunks = list(chunks)
-    stream = export_planned(plan_export(chunks, spec, parallel), chunks, spec, parallel)
-    return on_rank_0(stream, parallel.rank, parallel.device)
-
-
 def on_rank_0(
     stream: Iterable[HFTensor], rank: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -7,7 +7,7 @@ call `weight_scale_inv`: weight = value * scale of its block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -57,21 +57,13 @@ def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Ten
     return from_tiles(as_tiles(values.float(), block) * scales[:, None, :, None], values.shape)
 
 
-def rounded_to_fp8(
-    tensors: Iterable[tuple[str, Tensor]], keep: Sequence[str], block: int = BLOCK
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, tensor) with every matrix quantised and de-quantised, in float32.
+def round_to_fp8(name: str, tensor: Tensor, keep: Sequence[str], block: int = BLOCK) -> Tensor:
+    """Return a matrix quantised and de-quantised, in float32.
 
     A server with these weights has the rounding errors of FP8 weights, while its activations keep
     their dtype.  Vectors, and names that match a pattern of `keep` (shell style), are unchanged.
     Raises QuantizeError.
     """
-    for name, tensor in tensors:
-        yield name, round_to_fp8(name, tensor, keep, block)
-
-
-def round_to_fp8(name: str, tensor: Tensor, keep: Sequence[str], block: int = BLOCK) -> Tensor:
-    """Round one tensor as `rounded_to_fp8` does."""
     if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):
         return tensor
     try:

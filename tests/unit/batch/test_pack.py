@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.split import make_mini_batch
-from megatron_rl.records import RowState
+from megatron_rl.records.packed import RowState
 from tests.unit.batch.rollouts import make_rollout
 
 shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6)
@@ -49,9 +49,6 @@ def test_every_row_against_a_loop(lengths, multiple, sequence_multiple, padded):
             if s + 1 < size:
                 assert batch.labels[row] == rollout.tokens[s + 1]
                 assert batch.row_state[row] == RowState.REPLAYED
-                assert (
-                    batch.routed_experts[i][row - batch.cu_seqlens[i]] == rollout.routed_experts[s]
-                ).all()
             else:
                 assert batch.row_state[row] == RowState.LIVE
             if predicts_response:
@@ -238,7 +235,6 @@ def test_the_default_rule_adds_no_rows():
 
 def test_without_routes_every_row_is_live():
     batch = pack([Sample(make_rollout("a", 2, 3, routes=False), 1.0)], [5, 2])
-    assert batch.routed_experts is None
     assert batch.row_state.tolist() == [RowState.LIVE] * 5 + [RowState.PAD] * 2
     assert batch.response_lengths.tolist() == [3] * 5 + [1] * 2, (
         "what a pad's length divides stays finite"

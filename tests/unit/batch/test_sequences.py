@@ -12,13 +12,14 @@ from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.split import make_mini_batch, make_samples
+from megatron_rl.batch.split import make_mini_batch, make_samples, sequences_of
 from megatron_rl.batch.transfer import decode_samples, encode_samples
 from megatron_rl.config import LossConfig, load_config
 from megatron_rl.loss import count_kept
 from megatron_rl.loss.aggregate import aggregate
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.records import Prompt, RolloutGroup, RowState, check_episode
+from megatron_rl.records import Prompt, RolloutGroup, check_episode
+from megatron_rl.records.packed import RowState
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
@@ -45,11 +46,12 @@ def test_every_sampled_token_is_in_one_row_of_the_loss():
                 (p, each.tokens[t + 1], each.routed_experts[t].tobytes(), advantage)
                 for t, p in rows
             ]
-    for micro in batch.micro_batches:
+    for micro, samples in zip(batch.micro_batches, batch.samples, strict=True):
         starts = micro.cu_seqlens.tolist()
         for row in micro.loss_mask.nonzero().flatten().tolist():
             number = int(micro.sequence_ids[row])
-            route = micro.routed_experts[number][row - starts[number]].tobytes()
+            routes = samples[number].rollout.routed_experts
+            route = routes[row - starts[number]].tobytes()
             found.append(
                 (micro.rollout_logprobs[row], micro.labels[row], route, micro.advantages[row])
             )
@@ -230,7 +232,7 @@ def test_a_tree_travels_unchanged_among_others():
                 "prompt_length",
             ):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
-    samples = Sample(rollouts[1], 0.25).sequences
+    samples = sequences_of(Sample(rollouts[1], 0.25))
     back = decode_samples(encode_samples(samples))
     assert [(s.length, s.advantage, s.rollout.id) for s in back] == [
         (19, 0.25, r.id) for r in rollouts[1].sequences
@@ -308,5 +310,5 @@ def test_sequences_that_are_not_those_of_the_episode_are_refused(change, routes)
 
 
 def test_an_episode_is_not_packed_as_one_sequence():
-    with pytest.raises(ValueError, match="an episode of 3 sequences; pack Sample.sequences"):
+    with pytest.raises(ValueError, match="an episode of 3 sequences; pack sequences_of"):
         pack([Sample(make_tree("p/0"), 0.0)])

@@ -17,9 +17,11 @@ from megatron_rl.batch.transfer import decode_samples, encode_samples
 from megatron_rl.config import load_config
 from megatron_rl.loss.teacher import with_teacher_term
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import Prompt, Rollout, RolloutGroup, Sample, check_episode
-from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop, top_of_rows
-from megatron_rl.rollout.group import Group, GroupState
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, check_episode
+from megatron_rl.records.packed import Sample
+from megatron_rl.records.row_sets import top_of_rows
+from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import find_groups, read_groups, write_groups
 from megatron_rl.rollout.scheduler import Scheduler
 from megatron_rl.trainer.rollout_metrics import count_groups, count_teachers, derived
@@ -128,7 +130,7 @@ def test_a_checkpoint_has_the_numbers_and_a_resumed_run_scores_only_the_others(t
     restored = read_groups(find_groups(tmp_path), prompts, [0, 1], slice(None))
     scheduler = SimpleNamespace(cfg=config(math={"urls": [URL]}), restored=restored)
     again = [Scheduler._group(scheduler, prompt) for prompt in prompts]
-    assert [group.state for group in again] == [GroupState.COMPLETE, GroupState.WAITING]
+    assert [group.is_complete for group in again] == [True, False]
     assert again[1].is_sampled and not scheduler.restored
     assert all(same(again[0].rollouts[i], scored.rollouts[i]) for i in range(2))
 

@@ -11,7 +11,7 @@ from megatron_rl.batch.pack import pack
 from megatron_rl.config import load_config
 from megatron_rl.data.demonstrations import load_demonstrations, make_demonstration, shared_rows
 from megatron_rl.data.rows import DataError
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.words import qwen_tokenizer

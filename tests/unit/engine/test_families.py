@@ -22,9 +22,9 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.records import Rollout
 from megatron_rl.replay.compatibility import ReplayIncompatible
-from megatron_rl.weights.hf.export import export_hf
 from megatron_rl.weights.hf.load import load_hf
 from tests.dist.test_model import LENGTHS, run_packed, run_padded
+from tests.exported import export_hf
 from tests.families import FAMILIES, YARN, check_same, family_checkpoint, reference
 
 TRAINED = ("qwen2_moe", "deepseek_v3")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs
-from megatron_rl.engine.logprobs import kept_token_logprobs, token_logprobs
-from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
+from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
+from megatron_rl.engine.logprobs import token_logprobs
+from megatron_rl.records.row_sets import sets_of_tokens
+from megatron_rl.records.sampling_mask import SamplingMask
 from tests.unit.test_sampling_mask import make_mask
 
 
@@ -56,7 +57,7 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
         logits.to(getattr(torch, dtype)).clone().requires_grad_(),
         logits.double().requires_grad_(),
     )
-    got = kept_token_logprobs(
+    got = token_logprobs(
         x, labels, kept, vocab_size=47, temperature=temperature, overwrite=overwrite, block_rows=5
     )
     expected = enumerate_sets(y, labels, sets, 47, temperature)
@@ -87,7 +88,7 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
     )
     x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(50, 16).double(), False
-    got = fused_kept_logprobs(
+    got = fused_logprobs(
         x,
         w,
         labels,
@@ -116,7 +117,7 @@ def test_the_hook_of_an_overlapped_reduction_gets_a_gradient_that_adds_nothing(i
     head.main_grad, head.zero_out_wgrad = torch.zeros(50, 16).double(), is_tied
     settings = HeadSettings(vocab_size=47, into_main_grad=True, needs_grad=True)
     hidden = torch.randn(24, 16).double()
-    fused_kept_logprobs(hidden, head, labels, kept, settings).logprobs.sum().backward()
+    fused_logprobs(hidden, head, labels, kept, settings).logprobs.sum().backward()
     assert head.grad_added_to_main_grad and head.main_grad.abs().max() > 0
     assert head.grad.shape == head.shape and (not is_tied or not head.grad.any())
 
@@ -131,7 +132,7 @@ def test_every_set_of_a_small_vocabulary():
         for own in itertools.combinations(range(4), size):
             labels = torch.tensor(own)
             mask = SamplingMask.of(np.full(size, size), np.tile(own, size))
-            found = kept_token_logprobs(
+            found = token_logprobs(
                 logits.repeat(size, 1),
                 labels,
                 sets_of_tokens([mask], np.arange(size)),
@@ -151,7 +152,7 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
     logits, labels = torch.randn(5, 9).double(), torch.arange(5)
     everything = SamplingMask.of(np.full(5, 9), np.tile(np.arange(9), 5))
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = kept_token_logprobs(x, labels, sets_of_tokens([everything], np.arange(5)), vocab_size=9)
+    got = token_logprobs(x, labels, sets_of_tokens([everything], np.arange(5)), vocab_size=9)
     expected = token_logprobs(y, labels, vocab_size=9)
     torch.testing.assert_close(got.logprobs, expected[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(got.kept_entropy, expected[1], rtol=0, atol=1e-14)
@@ -162,6 +163,6 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
     alone = SamplingMask.of(np.ones(5, int), labels.numpy())
     x = logits.clone().requires_grad_()
-    got = kept_token_logprobs(x, labels, sets_of_tokens([alone], np.arange(5)), vocab_size=9)
+    got = token_logprobs(x, labels, sets_of_tokens([alone], np.arange(5)), vocab_size=9)
     (grad,) = torch.autograd.grad(got.logprobs, x, weights)
     assert (got.logprobs == 0).all() and (got.kept_entropy == 0).all() and (grad == 0).all()

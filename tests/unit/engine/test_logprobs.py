@@ -10,9 +10,19 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from megatron_rl.engine.fused_logprobs import HeadSettings, defer_lm_head, fused_logprobs
-from megatron_rl.engine.logprobs import token_logprobs
+from megatron_rl.engine import fused_logprobs as fused
+from megatron_rl.engine import logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, defer_lm_head
 from megatron_rl.models.spec import ModelError
+
+
+def token_logprobs(logits, labels, **settings):
+    """(log-probs, entropy), which have gradients."""
+    return logprobs.token_logprobs(logits, labels, **settings)[:2]
+
+
+def fused_logprobs(hidden, weight, labels, settings):
+    return fused.fused_logprobs(hidden, weight, labels, None, settings)[:2]
 
 
 def reference(logits, labels, vocab, temperature):

@@ -10,7 +10,7 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import LossConfig
 from megatron_rl.engine.mini_batch_inputs import make_sequences
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 ALONE = SimpleNamespace(cp_group=None, dp_cp_group=None)

@@ -23,7 +23,8 @@ from megatron_rl.engine.statistics import (
 )
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import Rollout, RowState
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import RowState
 from megatron_rl.trainer.rollout_metrics import derived
 from tests.unit.metrics.test_histogram import by_numpy
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks.top_k_bias import FORMS
-from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs
-from megatron_rl.engine.logprobs import kept_token_logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
+from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.loss.teacher import teacher_divergence
-from megatron_rl.records.teacher_scores import TeacherTop, top_of_rows
+from megatron_rl.records.row_sets import top_of_rows
+from megatron_rl.records.teacher_scores import TeacherTop
 from tests.unit.engine.test_kept_logprobs import enumerate_sets, make_case
 
 ROWS, VOCAB, K = 24, 47, 5
@@ -51,7 +52,7 @@ def test_values_and_gradients(with_kept, which, temperature, dtype, block_ids, m
     logits = 4 * torch.randn(ROWS, 50)
     x = logits.to(getattr(torch, dtype)).clone().requires_grad_()
     y = logits.double().requires_grad_()
-    got = kept_token_logprobs(
+    got = token_logprobs(
         x, labels, kept, vocab_size=VOCAB, temperature=temperature, overwrite=True, block_rows=5,
         top=top.sets,
     )  # fmt: skip
@@ -83,7 +84,7 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
     settings = HeadSettings(
         vocab_size=VOCAB, temperature=0.8, chunk_rows=chunk_rows, into_main_grad=into_main_grad
     )
-    got = fused_kept_logprobs(x, w, labels, None, settings, top.sets)
+    got = fused_logprobs(x, w, labels, None, settings, top.sets)
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     expected = expected_top(y @ v.t(), known, 0.8)
     assert (got.top - expected).abs().max() <= 1e-11
@@ -123,7 +124,7 @@ def test_the_whole_vocabulary_gives_the_kl(form):
 def test_a_student_that_is_the_teacher_has_no_divergence_and_no_gradient():
     teacher, _, top = make_top(5)
     logits = teacher.float().requires_grad_()
-    got = kept_token_logprobs(
+    got = token_logprobs(
         logits, torch.zeros(ROWS, dtype=torch.long), None, vocab_size=VOCAB, top=top.sets
     )
     for form in ("reverse", "forward"):
@@ -145,7 +146,7 @@ def test_values_that_are_not_finite_add_nothing():
 def test_no_tokens_at_all():
     one = TeacherTop.of(np.array([[1, 2]]), np.zeros((1, 2), np.float32))
     top = top_of_rows([one], np.full(4, -1))
-    got = kept_token_logprobs(
+    got = token_logprobs(
         torch.randn(4, VOCAB),
         torch.zeros(4, dtype=torch.long),
         None,

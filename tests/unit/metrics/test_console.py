@@ -12,7 +12,7 @@ from megatron_rl.metrics import console as module
 from megatron_rl.metrics.console import Console, Job, clock
 from megatron_rl.metrics.left_out import LEFT_OUT
 from megatron_rl.metrics.step_line import WIDTH, step_line
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 METRICS = {
     "rollout/reward_mean": 0.4301, "rollout/response_length_mean": 3.4,

@@ -13,7 +13,7 @@ from megatron_rl.metrics.left_out import LEFT_OUT, entry_of
 from megatron_rl.metrics.left_out_counts import counts_of_run
 from megatron_rl.metrics.step_line import step_line
 from megatron_rl.metrics.summary import summarize_run
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl_viewer.report import health_list, left_out_table
 from tests.repo.test_docs import documented, reported
 

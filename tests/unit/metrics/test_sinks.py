@@ -4,7 +4,7 @@ import math
 import pytest
 
 from megatron_rl.metrics.sinks import Sinks, read_metrics
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 
 def test_what_is_written_is_read_and_is_strict_json(tmp_path):

@@ -2,7 +2,7 @@
 
 from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.summary import summarize_run
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 
 def results():

@@ -36,7 +36,7 @@ from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.metrics.trackers import TrackedRun
 from megatron_rl.metrics.trackers.registry import Trackers
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl.trainer.reporter import Reporter, send_samples
 from megatron_rl.metrics.console import Console
 

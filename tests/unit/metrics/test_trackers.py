@@ -22,7 +22,7 @@ from megatron_rl.metrics.trackers.background import BackgroundTracker
 from megatron_rl.metrics.trackers.registry import Trackers, check_trackers
 from megatron_rl.metrics.trackers.run_versions import git_revision, versions
 from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard, line
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = StepResult(

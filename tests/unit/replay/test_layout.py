@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.records import RowState
+from megatron_rl.records.packed import RowState
 from megatron_rl.replay.layout import (
     RankLayout,
     check_local_routes,

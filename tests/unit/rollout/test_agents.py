@@ -14,7 +14,8 @@ import pytest
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import AgentConfig, RolloutConfig
-from megatron_rl.records import Prompt, RolloutGroup, RowState
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records.packed import RowState
 from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import EpisodeError, Step
 from megatron_rl.rollout.agents.rollout_function import load_function

@@ -119,10 +119,11 @@ def test_each_sampled_token_is_learned_from_once_with_what_it_was_sampled_with()
         [Sample(r, 1.0) for r in rollouts], max_tokens=60, rule=PackRule(), dp_group=None
     )
     learned = []
-    for micro in batch.micro_batches:
+    for micro, samples in zip(batch.micro_batches, batch.samples, strict=True):
         for row in micro.loss_mask.nonzero().flatten().tolist():
             number = int(micro.sequence_ids[row])
-            ids = micro.routed_experts[number][row - int(micro.cu_seqlens[number])]
+            routes = samples[number].rollout.routed_experts
+            ids = routes[row - int(micro.cu_seqlens[number])]
             learned.append(
                 (
                     float(micro.rollout_logprobs[row]),

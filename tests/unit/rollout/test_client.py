@@ -43,10 +43,10 @@ def test_groups_come_in_prompt_order_with_all_fields_of_the_answer():
             client,
             prompts,
             id_prefix="step3/",
-            on_progress=lambda group: seen.append(group.prompt.id),
+            on_progress=lambda: seen.append(1),
         )
     assert [group.prompt for group in groups] == prompts
-    assert sorted(seen) == [prompt.id for prompt in prompts]
+    assert len(seen) == len(prompts)
     rollout = groups[2].rollouts[3]
     assert rollout.id == "step3/q2/3"
     assert rollout.tokens.dtype == np.int64 and rollout.tokens[:3].tolist() == [3, 3, 3]

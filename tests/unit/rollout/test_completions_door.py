@@ -13,9 +13,10 @@ from openai import AsyncOpenAI, BadRequestError
 
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.rollout.agents.episode import EpisodeError
+from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError, RawQuestion
 from megatron_rl.rollout.agents.runner import EpisodeRunner
-from megatron_rl.rollout.agents.text_completions import as_prompts, read_request
+from megatron_rl.rollout.agents.text_completions import TextCompletionRequest, as_prompts
 from megatron_rl.rollout.client.client import RolloutClient
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
@@ -354,4 +355,4 @@ def test_a_prompt_may_be_one_or_several():
         with pytest.raises(ValueError, match="must be a text"):
             as_prompts(wrong)
     with pytest.raises(ApiError, match="body: must be a JSON object"):
-        read_request([], 1.0)
+        checked(TextCompletionRequest, [], 1.0)

@@ -32,7 +32,8 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import ToolError, Turn, command
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program, run_program
-from megatron_rl.rollout.agents.completions import chunks, read_request
+from megatron_rl.rollout.agents.completions import CompletionRequest, chunks
+from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError
 from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
 from megatron_rl.rollout.agents.runner import EpisodeRunner
@@ -602,12 +603,12 @@ def test_what_would_change_the_sampling_is_refused_by_name():
 def test_a_truncated_run_takes_its_own_truncation_only():
     """rollout.top_p, top_k and min_p: log-probs are those of the truncated distribution."""
     of_run, body = Truncation(0.9, 20, 0.05), {"messages": [USER]}
-    assert read_request({**body, **of_run._asdict()}, 1.0, of_run).messages == [USER]
+    assert checked(CompletionRequest, {**body, **of_run._asdict()}, 1.0, of_run).messages == [USER]
     for name, value in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
         with pytest.raises(
             ApiError, match=f"{name} = {value}: must be {of_run._asdict()[name]} in training"
         ):
-            read_request({**body, name: value}, 1.0, of_run)
+            checked(CompletionRequest, {**body, name: value}, 1.0, of_run)
 
 
 async def leaves_a_request(session, prompt):
@@ -821,7 +822,7 @@ def test_the_end_of_a_programs_outputs_is_noted():
 def test_a_stream_tells_its_tokens_only_where_it_is_asked_to(include_usage):
     turn = Turn("OK", (5, 6), "stop", num_prompt_tokens=3, read=lambda: Reply("OK", None, ()))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": include_usage}}
-    message, end, *usage = chunks(read_request(body, 1.0), [turn], [[]])
+    message, end, *usage = chunks(checked(CompletionRequest, body, 1.0), [turn], [[]])
     delta = {"role": "assistant", "content": "OK"}
     assert message["choices"] == [
         {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
@@ -836,8 +837,8 @@ def test_a_stream_tells_its_tokens_only_where_it_is_asked_to(include_usage):
     ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"],
 )
 def test_a_field_for_the_services_own_books_has_no_effect(name):
-    assert read_request({"messages": [USER], name: "x"}, 1.0) == read_request(
-        {"messages": [USER]}, 1.0
+    assert checked(CompletionRequest, {"messages": [USER], name: "x"}, 1.0) == checked(
+        CompletionRequest, {"messages": [USER]}, 1.0
     )
 
 

@@ -5,6 +5,8 @@ drop and agent.concurrency.
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
@@ -64,6 +66,16 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     finally:
         processes.close()
     assert not os.path.exists(f"/proc/{pid}") and processes._process is None
+
+
+def test_the_process_of_an_environment_imports_neither_torch_nor_transformers():
+    """They would take 3 s of CPU time and most of its memory."""
+    code = (
+        "import sys, megatron_rl.rollout.agents.environment_worker;"
+        " print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("when", ["it starts", "it is connected"])

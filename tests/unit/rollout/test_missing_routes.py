@@ -10,7 +10,8 @@ from megatron_rl.batch.pack import pack
 from megatron_rl.config import ReplayConfig, load_config
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import Prompt, RolloutGroup, RowState, Sample
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records.packed import RowState, Sample
 from megatron_rl.rollout.missing_routes import (
     MissingRouteCounts,
     MissingRoutes,

@@ -11,8 +11,9 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from megatron_rl.rollout.agents.endpoint import Open
+from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError
-from megatron_rl.rollout.agents.responses import messages_of, read_request
+from megatron_rl.rollout.agents.responses import ResponsesRequest, messages_of
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import (
     CALL,
@@ -300,4 +301,4 @@ def test_items_of_several_answers_in_a_row_stay_apart():
     assert second == {"role": "assistant", "content": "a"}
     assert third == {"role": "assistant", "content": "", "reasoning_content": "hm"}
     with pytest.raises(ApiError, match="body: must be a JSON object"):
-        read_request([], 1.0)
+        checked(ResponsesRequest, [], 1.0)

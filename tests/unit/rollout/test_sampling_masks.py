@@ -22,7 +22,8 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
-from megatron_rl.records.sampling_mask import SamplingMask, join_masks, sets_of_tokens
+from megatron_rl.records.row_sets import sets_of_tokens
+from megatron_rl.records.sampling_mask import SamplingMask, join_masks
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import GenerateRequest
 from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample

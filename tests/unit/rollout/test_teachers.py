@@ -19,7 +19,7 @@ from megatron_rl.rollout.client.request import RetryableError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.client.score_request import ScoreRequest
 from megatron_rl.rollout.client.teachers import Teachers
-from megatron_rl.rollout.group import Group, GroupState
+from megatron_rl.rollout.group import Group
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.fake_teacher import (
     TEACHER_ANSWERS,
@@ -81,8 +81,12 @@ def test_groups_are_complete_when_their_teacher_has_scored_them():
         groups = [Group(prompt, 2, teacher="math") for prompt in PROMPTS[:3]]
         groups[2].teacher = ""
         complete = []
-        client.fill(groups, SAMPLING, on_progress=lambda g: complete.append(g.state))
-        assert complete == [GroupState.COMPLETE] * 3
+        client.fill(
+            groups,
+            SAMPLING,
+            on_progress=lambda: complete.append(sum(group.is_complete for group in groups)),
+        )
+        assert complete == [1, 2, 3]
         for group in groups[:2]:
             for rollout in group.closed().rollouts:
                 assert_taught(rollout)
@@ -259,7 +263,7 @@ def test_an_error_of_a_teacher_ends_the_call_and_a_later_call_scores_what_was_sa
         groups = [Group(PROMPTS[0], 2, teacher="math")]
         with pytest.raises(RolloutError, match="teacher math did not score"):
             client.fill(groups, SAMPLING)
-        assert groups[0].is_sampled and groups[0].state is GroupState.WAITING
+        assert groups[0].is_sampled and not groups[0].is_complete
         before, requests = dict(groups[0].rollouts), len(student.requests)
         teacher.script = ["ok"]
         client.fill(groups, SAMPLING)

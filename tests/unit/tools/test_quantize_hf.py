@@ -15,7 +15,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import HFFiles
-from megatron_rl.weights.hf.fp8 import rounded_to_fp8
+from megatron_rl.weights.hf.fp8 import round_to_fp8
 from megatron_rl_tools.quantize import quantize_hf as tool
 from megatron_rl_tools.quantize.quantize_hf import main
 from megatron_rl_tools.tiny_text import make_tokenizer
@@ -46,7 +46,7 @@ def tensors(path) -> dict[str, torch.Tensor]:
 
 
 def rounded(path) -> dict[str, torch.Tensor]:
-    return dict(rounded_to_fp8(tensors(path).items(), KEEP))
+    return {name: round_to_fp8(name, value, KEEP) for name, value in tensors(path).items()}
 
 
 def test_the_round_trip_gives_the_weights_that_fp8_rollouts_are_sampled_from(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.batch.pack import pack
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.verify_replay.episodes import (
     break_episode,
     forward_of,

@@ -14,7 +14,7 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.metrics.trackers import TrackedRun, Tracker
 from megatron_rl.metrics.trackers.run_versions import versions
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl.trainer import reporter as module
 from megatron_rl.trainer.reporter import Reporter, make_sinks
 from tests.unit.trainer.recorded import Calls, Recorded

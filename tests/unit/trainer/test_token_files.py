@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.records import Prompt, RolloutGroup, Sample
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records.packed import Sample
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 from tests.unit.batch.rollouts import make_rollout

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.batch.pack import pack
 from megatron_rl.config import load_config
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 from megatron_rl.replay.layout import RankLayout, indices
 from megatron_rl.trainer.recording import token_recorder
 from megatron_rl.trainer.recording.token_files import Table

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.batch.pack import pack
 from megatron_rl.engine.pass_results import UpdateTokens
 from megatron_rl.loss import PolicyLoss
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.trainer.recording.token_recorder import Part
 from tests.unit.batch.rollouts import make_rollout

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.trace import Trace
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer import trainer as module
 from megatron_rl.trainer.step_meter import StepMeter
@@ -22,7 +22,7 @@ from tests.unit.trainer.recorded import Calls, Recorded
 
 STEPS, VERSION = 6, 3
 PLAIN, OBSERVE = object(), object()
-BATCH = SimpleNamespace(index=1, without_routes=PLAIN)
+BATCH = SimpleNamespace(index=1, plain=PLAIN)
 OLD = SimpleNamespace(mismatch="mismatch")
 PROGRESS = {"policy_version": VERSION, "trackers": {"wandb": "id"}, "evaluated": 2}
 
@@ -188,8 +188,9 @@ def test_rollouts_that_could_not_be_saved_end_a_run_that_does_nothing_else(made)
         trainer.check_recorded()
 
 
-def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(made):
+def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(made, monkeypatch):
     trainer, calls = made()
+    monkeypatch.setattr(module, "batch_without_routes", lambda batch: batch.plain)
     trainer.tokens.old_pass = lambda batch: nullcontext(calls.append(("old_pass", (batch,), {})))
     trainer.engine.old_logprobs = lambda batch, sums, replay: (
         sums.add_total("train/counted", 2) or (batch, replay)
@@ -197,7 +198,7 @@ def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(ma
     trainer.saved_batches.note_old_pass = lambda index, sums: calls.append(
         ("noted", (index, reduced(sums)), {})
     )
-    batches = [BATCH, SimpleNamespace(index=2, without_routes="plain")]
+    batches = [BATCH, SimpleNamespace(index=2, plain="plain")]
     assert trainer.old_logprobs(batches) == [(batch, trainer.cfg.replay.mode) for batch in batches]
     assert calls.names == [
         "enter",

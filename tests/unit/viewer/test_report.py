@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.metrics.results import series
 from megatron_rl.metrics.samples import last_rollouts
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.records import StepResult
+from megatron_rl.records.packed import StepResult
 from megatron_rl_viewer import report_command
 from megatron_rl_viewer.figure import draw_run
 from megatron_rl_viewer.report import exported_rollouts, health_list, sample_tables, write_report

@@ -13,7 +13,7 @@ from megatron_rl.weights.hf.fp8 import (
     QuantizeError,
     dequantize_blocks,
     quantize_blocks,
-    rounded_to_fp8,
+    round_to_fp8,
     scales_shape,
 )
 
@@ -127,7 +127,7 @@ def test_a_number_that_is_not_finite_is_refused_by_name(bad):
     weight = torch.ones(4, 4)
     weight[1, 2] = bad
     with pytest.raises(QuantizeError, match=r"cannot quantise layers\.0\.weight .* not finite"):
-        list(rounded_to_fp8([("layers.0.weight", weight)], KEEP))
+        round_to_fp8("layers.0.weight", weight, KEEP)
 
 
 def test_a_stack_of_matrices_is_refused():
@@ -135,7 +135,7 @@ def test_a_stack_of_matrices_is_refused():
         quantize_blocks(torch.ones(2, 3, 4))
 
 
-def test_a_stream_keeps_vectors_and_named_tensors():
+def test_vectors_and_named_tensors_are_kept():
     torch.manual_seed(3)
     names = (
         "model.embed_tokens.weight",
@@ -144,14 +144,13 @@ def test_a_stream_keeps_vectors_and_named_tensors():
         "l.0.norm.weight",
     )
     tensors = {name: torch.randn(4) if "norm" in name else torch.randn(4, 6) for name in names}
-    passed = dict(rounded_to_fp8(tensors.items(), KEEP))
-    assert list(passed) == list(names)
+    passed = {name: round_to_fp8(name, tensor, KEEP) for name, tensor in tensors.items()}
     changed = [name for name in names if not torch.equal(passed[name], tensors[name])]
     assert changed == ["l.0.mlp.experts.3.gate_proj.weight"]
     assert_close(
         passed[changed[0]], dequantize_blocks(*quantize_blocks(tensors[changed[0]])), rtol=0, atol=0
     )
-    everything = dict(rounded_to_fp8(tensors.items(), ()))
+    everything = {name: round_to_fp8(name, tensor, ()) for name, tensor in tensors.items()}
     assert [name for name in names if torch.equal(everything[name], tensors[name])] == [
         "l.0.norm.weight"
     ]
@@ -160,7 +159,7 @@ def test_a_stream_keeps_vectors_and_named_tensors():
 def test_the_given_tensor_is_not_written_to():
     weight = torch.randn(4, 4)
     before = weight.clone()
-    list(rounded_to_fp8([("w", weight)], ()))
+    round_to_fp8("w", weight, ())
     assert torch.equal(weight, before)
 
 

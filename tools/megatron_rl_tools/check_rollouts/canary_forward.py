@@ -19,7 +19,8 @@ from megatron_rl.engine.forward import Pipeline
 from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.records import PackedBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import PackedBatch
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.weights.hf.load import load_hf
 
@@ -52,10 +53,9 @@ def live_routes(
         samples = [Sample(bare_rollout(row), 0.0) for row in tokens]
         batches = [on_device(pack([sample]), parallel.device) for sample in samples]
         routes = [Routes() for _ in batches]
-        with torch.no_grad():
-            report = Pipeline(chunks, manager).run(
-                batches, routes, zero_loss, training=False, record=True
-            )
+        passed = manager.run_pass(routes, training=False, record=True)
+        with torch.no_grad(), passed as report:
+            Pipeline(chunks, manager).run(batches, zero_loss, training=False)
         return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
     finally:
         parallel.destroy()

@@ -259,8 +259,9 @@ def check_clocks(peers: list[Peer]) -> Check:
 # Two ranks on this machine ------------------------------------------------------------------------
 
 
-def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
-    """Start `world` ranks here that connect over gloo, and over nccl if there are as many GPUs."""
+def check_local_ranks(deadline: float) -> list[Check]:
+    """Start two ranks here that connect over gloo, and over nccl if there are two GPUs."""
+    world = 2
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     of_torchrun = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")

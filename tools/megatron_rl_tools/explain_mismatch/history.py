@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 
 from megatron_rl.config.run_paths import RunFolder, replica_of
 from megatron_rl.metrics.sinks import read_metrics
-from megatron_rl.records import Rollout, StepResult
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import StepResult
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_rollouts
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence

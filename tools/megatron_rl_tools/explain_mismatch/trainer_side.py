@@ -23,7 +23,8 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, Rollout, Sample
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl_tools.verify_replay.router_kinds import live_choice, selection_scores
 
 Edit = Callable[[Engine], AbstractContextManager[object]]

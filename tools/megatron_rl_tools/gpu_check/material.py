@@ -23,7 +23,7 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import uses_transformer_engine
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
 QWEN3 = {

@@ -14,7 +14,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.pass_results import ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.memory import rank_memory
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.gpu_check.material import (
     QWEN3_MOE,
     check_batch,

@@ -21,7 +21,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import rank_memory
 from megatron_rl.plan.training_time import Tokens, TrainingModel
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.gpu_check.material import (
     QWEN3_MOE,
     check_batch,

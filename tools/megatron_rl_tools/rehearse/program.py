@@ -33,7 +33,7 @@ from megatron_rl.plan.memory import (
     update_bytes,
     wants_te,
 )
-from megatron_rl.records import Sample
+from megatron_rl.records.packed import Sample
 from megatron_rl.weights.hf.export import RankParameters, batches
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl_tools.rehearse.groups import World

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
     from megatron_rl.models.spec import ModelSpec
     from megatron_rl.plan.hardware import Hardware
-    from megatron_rl.records import Sample
+    from megatron_rl.records.packed import Sample
     from megatron_rl_tools.rehearse.device import PretendedGpu
 
 

@@ -19,7 +19,8 @@ from megatron_rl.batch.teacher_weights import with_teacher_weights
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch, Rollout, Sample
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.records.sampling_mask import SamplingMask, to_varints
 from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
 from megatron_rl.rollout.saved.saved_steps import SavedSteps

@@ -21,7 +21,8 @@ from functools import reduce
 import numpy as np
 
 from megatron_rl.batch.pack import Sample
-from megatron_rl.records import MiniBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl.rollout.client.response import join_rollouts
 
 PROMPT = 3

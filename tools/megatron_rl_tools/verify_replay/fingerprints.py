@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.records import MiniBatch, Rollout
+from megatron_rl.records import Rollout
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.verify_replay.episodes import (
     LEAST,
     TurnRequest,

@@ -25,7 +25,7 @@ from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.pass_results import OldPass, ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch
+from megatron_rl.records.packed import MiniBatch
 from megatron_rl_tools.verify_replay.episodes import wrong_batch
 from megatron_rl_tools.verify_replay.faults import FaultInjector, has_room
 from megatron_rl_tools.verify_replay.fingerprints import (

@@ -82,17 +82,14 @@ class Watch:
         self.gate_error = 0.0
         self._calls: list[RouterCall] = []
         self._counts: Counter[tuple[int, Kind]] = Counter()
-        self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in routers]
+        for layer, router in routers:
+            router.register_forward_hook(self._hook(layer))
 
     def take(self) -> list[RouterCall]:
         """Return and forget the calls since the last take."""
         calls, self._calls = self._calls, []
         self._counts.clear()
         return calls
-
-    def stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     def _hook(self, layer: int) -> Any:
         def after(
