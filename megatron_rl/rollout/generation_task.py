@@ -38,6 +38,7 @@ class GenerationTask:
 
     def start(self, client: RolloutClient) -> None:
         """Start, or continue after an error with what is still missing."""
+        self._mark(is_in_call=True)
         # new queues: the call before may have left events and commands
         self.error, self.events, self.commands = None, SimpleQueue(), SimpleQueue()
         self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
@@ -67,8 +68,11 @@ class GenerationTask:
 
     def add(self, groups: Sequence[Group]) -> None:
         """Sample these, too; only while the task is open."""
+        for group in self.groups:
+            group.is_in_call = not group.is_complete
         # complete groups are released: a step may have trained on them
-        self.groups = [*(group for group in self.groups if not group.is_complete), *groups]
+        self.groups = [*(group for group in self.groups if group.is_in_call), *groups]
+        self._mark(is_in_call=True)
         self.commands.put(groups)
 
     def wait(
@@ -109,6 +113,7 @@ class GenerationTask:
         """
         self.sampling, self.groups = replace(self.sampling, policy_version=version), list(groups)
         if self.thread is not None:
+            self._mark(is_in_call=True)
             self.commands.put(
                 NewWeights(version, oldest, groups, lambda: self.events.put("renewed"))
             )
@@ -131,3 +136,8 @@ class GenerationTask:
         """Wait for the thread; nothing is in flight afterwards."""
         if self.thread is not None:
             self.thread.join()
+            self._mark(is_in_call=False)
+
+    def _mark(self, *, is_in_call: bool) -> None:
+        for group in self.groups:
+            group.is_in_call = is_in_call

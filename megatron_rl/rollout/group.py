@@ -1,13 +1,12 @@
 """One prompt's group, from the moment it is drawn until a step trains on it.
 
-    waiting --start, add--> in flight --last response--> complete --a step takes it--> trained on
+    WAITING --start, add--> IN_FLIGHT --last response--> COMPLETE --a step takes it--> FINISHED
        ^                     |     ^                        |
        |<------ cut short ---'     |                        |
        |                           '-- too old, in a call --|
        '---------- too old, no call in progress ------------'
-    any of the first three --over_sample with partial = drop--> dropped
+    any of the three --over_sample with partial = drop--> DROPPED
 
-No field stores the state: responses arrive on the thread that samples, which could overwrite one.
 The scheduler makes groups, queues them, and takes them out of its queue.  A call of
 RolloutClient.fill (GenerationTask) samples the missing responses, on a thread of its own,
 and `put`s them into the group; a teacher scores them there as soon as all are sampled.
@@ -16,8 +15,24 @@ and `put`s them into the group; a teacher scores them there as soon as all are s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
+
+
+class GroupState(Enum):
+    """Place of a group in the WAITING -> IN_FLIGHT -> COMPLETE -> FINISHED lifecycle."""
+
+    WAITING = "waiting"
+    """Responses are missing, and no call samples them."""
+    IN_FLIGHT = "in flight"
+    """Responses are missing, and a call in progress samples them."""
+    COMPLETE = "complete"
+    """All responses are there and scored by the group's teacher, for a step to take."""
+    FINISHED = "finished"
+    """A step has taken the group out of the queue and trains on it."""
+    DROPPED = "dropped"
+    """The group was taken out of the queue, and no step trains on it."""
 
 
 @dataclass(eq=False)  # compared by identity: a prompt may be drawn twice
@@ -56,8 +71,29 @@ class Group:
     again."""
     scored: RolloutGroup | None = None
     """The complete group with its rewards, where it was scored while others were sampled."""
+    is_in_call: bool = False
+    """A call in progress samples the missing responses (generation_task.GenerationTask)."""
     teacher: str = ""
     """Name of the teacher that scores the responses; "": none does."""
+    outcome: GroupState | None = None
+    """FINISHED or DROPPED once the group has left the queue (`leave`)."""
+
+    @property
+    def state(self) -> GroupState:
+        """The state, derived from facts: responses arrive on the thread that samples, which could
+        overwrite a state that the main thread stores.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        if self.is_complete:
+            return GroupState.COMPLETE
+        return GroupState.IN_FLIGHT if self.is_in_call else GroupState.WAITING
+
+    def leave(self, outcome: GroupState) -> None:
+        """Take the group out of the queue, FINISHED or DROPPED."""
+        assert outcome in (GroupState.FINISHED, GroupState.DROPPED) and self.outcome is None
+        assert outcome is GroupState.DROPPED or self.is_complete
+        self.outcome = outcome
 
     @property
     def missing(self) -> list[int]:

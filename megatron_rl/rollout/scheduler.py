@@ -35,7 +35,7 @@ from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
 from megatron_rl.rollout.client.counters import CallStats, drop_older
 from megatron_rl.rollout.garbage_collection import return_free_memory
-from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import (
     copied,
     file_name,
@@ -301,7 +301,7 @@ class Scheduler:
             group.is_due = group in due
 
     def _complete(self) -> list[Group]:
-        return [group for group in self.groups if group.is_complete]
+        return [group for group in self.groups if group.state is GroupState.COMPLETE]
 
     def _are_complete(self, share: int) -> bool:
         due = (group for group in self.groups if group.is_due)
@@ -314,6 +314,8 @@ class Scheduler:
         # those that are due come first, then the others in the order of their prompts
         first = sorted(self._complete(), key=lambda group: not group.is_due)[:share]
         groups = [group for group in self.groups if group in first]
+        for group in groups:
+            group.leave(GroupState.FINISHED)
         # every prompt is taken: no rank needs to ask the others which
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
@@ -332,6 +334,8 @@ class Scheduler:
         self.groups = [group for group in self.groups if group not in groups]
         # over_sample: the task has ended, and its other requests were aborted
         if self.inference.pending is None and self.cfg.rollout.partial == "drop":
+            for group in self.groups:
+                group.leave(GroupState.DROPPED)
             # until the step is done: a checkpoint from before the step has them
             self.taken += self.groups
             self.queue, self.groups = [], []

@@ -1,21 +1,28 @@
-"""A group from the prompt that is drawn to the step that trains on it."""
+"""The states of a group, from the prompt that is drawn to the step that trains on it."""
 
 from threading import Event
 from types import SimpleNamespace
+
+import pytest
 
 from megatron_rl.launch.trace import OFF
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.generation_task import GenerationTask
-from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group import Group, GroupState
 from tests.unit.batch.rollouts import make_rollout
 
 PROMPT = Prompt("q", "", (1, 2), "")
+WAITING, IN_FLIGHT, COMPLETE, FINISHED, DROPPED = GroupState
 
 
 def complete(group):
     for index in range(group.size):
         group.put(index, make_rollout(f"q/{index}", 2, 3))
+
+
+def states(groups):
+    return [group.state for group in groups]
 
 
 class Client:
@@ -33,23 +40,43 @@ class Client:
         assert self.may_end.wait(60)
 
 
-def test_an_open_task_releases_groups_that_are_complete():
+def test_a_call_samples_a_group_that_waits_and_leaves_it_complete_or_waiting():
     groups, client = [Group(PROMPT, 2), Group(PROMPT, 2), Group(PROMPT, 2)], Client()
+    assert states(groups) == [WAITING] * 3
     task = GenerationTask(groups[:2], Sampling(1.0, 8, (), 0), is_open=True)
     task.start(client)
     assert client.asked.wait(60)
+    assert states(groups) == [COMPLETE, IN_FLIGHT, WAITING]
     task.add(groups[2:])
-    assert task.groups == groups[1:]
+    assert states(groups) == [COMPLETE, IN_FLIGHT, IN_FLIGHT]
+    assert not groups[0].is_in_call, "a complete group is released"
     client.may_end.set()
     assert task.end("abort") is None
-    assert [group.is_complete for group in groups] == [True, False, False]
+    assert states(groups) == [COMPLETE, WAITING, WAITING]
 
 
-def test_a_complete_group_that_becomes_too_old_is_sampled_again():
+@pytest.mark.parametrize("is_in_call", [True, False])
+def test_a_complete_group_that_becomes_too_old_is_sampled_again(is_in_call):
     group = Group(PROMPT, 2)
     complete(group)
+    group.is_in_call = is_in_call
     oldest = group.rollouts[0].oldest_version
-    assert not group.drop_older(oldest, has_request=False) and group.is_complete
+    assert not group.drop_older(oldest, has_request=False) and group.state is COMPLETE
     group.scored = SimpleNamespace()
     assert len(group.drop_older(oldest + 1, has_request=False)) == 2 and group.scored is None
-    assert group.missing == [0, 1]
+    assert group.state is (IN_FLIGHT if is_in_call else WAITING)
+
+
+def test_a_group_leaves_the_queue_once_and_only_a_complete_one_is_trained_on():
+    group = Group(PROMPT, 1)
+    for wrong in (FINISHED, COMPLETE):
+        with pytest.raises(AssertionError):
+            group.leave(wrong)
+    group.leave(DROPPED)
+    assert group.state is DROPPED
+    group = Group(PROMPT, 1)
+    complete(group)
+    group.leave(FINISHED)
+    assert group.state is FINISHED
+    with pytest.raises(AssertionError):
+        group.leave(DROPPED)
