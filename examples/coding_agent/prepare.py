@@ -1,10 +1,10 @@
 """Writes the rows of the example.
 
-    python -m examples.coding_agent.prepare DIR    # train.jsonl, heldout.jsonl, sft.jsonl
+    python -m examples.coding_agent.prepare DIR
 
-A row's label is the number of its repository.  The conversations of sft.jsonl are in turn those of
-agent.py and of mini_swe.py.  Half of them mend the code with a wrong token: RL must discover what
-the tests want.
+train.jsonl, heldout.jsonl: prompts; the label is the number of the repository.
+sft.jsonl, sft_mini.jsonl: conversations of agent.py and of mini_swe.py on the prompts of training.
+A quarter of them mends the code with a wrong token: RL must discover what the tests want.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.coding_agent.repositories import Repository, repositories
+from examples.coding_agent.repositories import PATH, Repository, repositories
 from megatron_rl.reward.sandbox.workspace import Workspace
 from megatron_rl.rollout.agents.tools import Tools
 
-NUM_HELDOUT, NUM_SFT = 64, 640
+NUM_HELDOUT, WRONG_EVERY = 64, 4
 SYSTEM = "You mend code."
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 BASH = {
@@ -45,34 +46,45 @@ def main(folder: Path) -> None:
         {"prompt": repository.task, "label": str(number)}
         for number, repository in enumerate(repositories())
     ]
+    chosen = repositories()[NUM_HELDOUT:]
     sets = {
         "train": rows[NUM_HELDOUT:],
         "heldout": rows[:NUM_HELDOUT],
-        "sft": conversations(repositories()[NUM_HELDOUT:][:NUM_SFT]),
+        "sft": [with_our_tool(repository, new) for repository, new in edits(chosen)],
+        "sft_mini": [with_mini_swe(repository, new) for repository, new in edits(chosen)],
     }
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
         print(f"wrote {folder / name}.jsonl: {len(lines)} rows")
 
 
-def conversations(chosen: tuple[Repository, ...]) -> list[dict[str, Any]]:
-    draw, rows = random.Random(0), []
-    workspace = Workspace()
-    tools = Tools([workspace.shell, workspace.replace]).schemas
+def edits(chosen: Sequence[Repository]) -> Iterator[tuple[Repository, str]]:
+    """Yield each repository with an expression in the place of the wrong one."""
+    draw = random.Random(0)
     for number, repository in enumerate(chosen):
-        new = repository.right if number // 2 % 2 else draw.choice(repository.others)
-        task = {"role": "user", "content": repository.task}
-        if number % 2:
-            command = f"sed -i 's/{repository.wrong}/{new}/' {repository.path}; {SUBMIT}"
-            system = {"role": "system", "content": SYSTEM}
-            messages, schemas = [system, task, call("bash", command=command)], [BASH]
-        else:
-            edit = {"path": repository.path, "old": repository.wrong, "new": new}
-            answer = {"role": "tool", "content": f"wrote {repository.path}"}
-            end = {"role": "assistant", "content": "Done."}
-            messages, schemas = [task, call("replace", **edit), answer, end], tools
-        rows.append({"messages": messages, "tools": schemas})
-    return rows
+        is_right = number % WRONG_EVERY
+        yield repository, repository.right if is_right else draw.choice(repository.others)
+
+
+def with_our_tool(repository: Repository, new: str) -> dict[str, Any]:
+    """Return a conversation of agent.py."""
+    messages = [
+        {"role": "user", "content": repository.task},
+        call("replace", path=PATH, old=repository.wrong, new=new),
+        {"role": "tool", "content": f"wrote {PATH}"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    return {"messages": messages, "tools": Tools([Workspace().replace]).schemas}
+
+
+def with_mini_swe(repository: Repository, new: str) -> dict[str, Any]:
+    """Return a conversation of mini_swe.py."""
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": repository.task},
+        call("bash", command=f"sed -i 's/{repository.wrong}/{new}/' {PATH}; {SUBMIT}"),
+    ]
+    return {"messages": messages, "tools": [BASH]}
 
 
 def call(name: str, **arguments: str) -> dict[str, Any]:

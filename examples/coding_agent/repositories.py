@@ -27,11 +27,11 @@ VALUES = {
 KINDS = (("+", "-", "*"), (">", "<", "=="))
 """Signs that are mistaken for one another."""
 DIGITS = range(3, 10)
-NAMES = (("shop", "price"), ("bank", "rent"), ("farm", "herd"), ("trip", "cost"))
-"""(module, function)."""
-MODULE = '''"""Part of the {module}."""
+NAMES = ("price", "rent", "herd", "cost")
+PATH = "main.py"
+MODULE = '''"""One of many modules."""
 
-NAME = "{module}"
+NAME = "{function}"
 
 
 {broken}
@@ -49,7 +49,6 @@ BROKEN = '''def {function}(x):
 class Repository:
     """A repository with a function that is wrong."""
 
-    module: str
     function: str
     sign: str
     digit: int
@@ -57,10 +56,6 @@ class Repository:
     """The expression in the module."""
     others: tuple[str, ...]
     """Expressions in which one token of `wrong` is another one, without the right one."""
-
-    @property
-    def path(self) -> str:
-        return f"{self.module}.py"
 
     @property
     def right(self) -> str:
@@ -72,36 +67,42 @@ class Repository:
         return BROKEN.format(function=self.function, word=word, digit=self.digit, wrong=self.wrong)
 
     @property
-    def tests(self) -> list[str]:
+    def arguments(self) -> tuple[int, ...]:
+        """The arguments of the test that fails: no wrong expression has the values of the right one
+        on them."""
         near = (self.digit - 1, self.digit, self.digit + 1)
-        arguments = near if self.sign in KINDS[1] else (self.digit + 4,)
-        calls = [f"{self.function}({x}) == {VALUES[self.sign](x, self.digit)}" for x in arguments]
-        return [f'assert title() == "{self.module.title()}"', f"assert {' and '.join(calls)}"]
+        return near if self.sign in KINDS[1] else (self.digit + 4,)
+
+    @property
+    def tests(self) -> list[str]:
+        values = [(x, VALUES[self.sign](x, self.digit)) for x in self.arguments]
+        calls = [f"{self.function}({x}) == {value}" for x, value in values]
+        return [f'assert title() == "{self.function.title()}"', f"assert {' and '.join(calls)}"]
 
     @property
     def files(self) -> dict[str, str]:
-        imports = f"from {self.module} import {self.function}, title"
+        imports = f"from main import {self.function}, title"
         return {
-            self.path: MODULE.format(module=self.module, broken=self.broken),
+            PATH: MODULE.format(function=self.function, broken=self.broken),
             "test.py": "\n".join([imports, "", *self.tests, ""]),
         }
 
     @property
     def task(self) -> str:
-        return f"test.py fails. In {self.path}:\n{self.broken}"
+        return f"test.py fails. In {PATH}:\n{self.broken}"
 
 
 @cache
 def repositories() -> tuple[Repository, ...]:
     """Return all of them, in an order that is the same in every process."""
     made = []
-    for (module, function), signs, digit in product(NAMES, KINDS, DIGITS):
+    for function, signs, digit in product(NAMES, KINDS, DIGITS):
         for sign in signs:
             other_signs = [f"x {other} {digit}" for other in signs if other != sign]
             other_digits = [f"x {sign} {other}" for other in DIGITS if other != digit]
             for wrong in (*other_signs, *other_digits):
                 others = other_signs if wrong in other_signs else other_digits
-                made.append(Repository(module, function, sign, digit, wrong, tuple(others)))
+                made.append(Repository(function, sign, digit, wrong, tuple(others)))
     random.Random(0).shuffle(made)
     return tuple(made)
 
@@ -109,7 +110,7 @@ def repositories() -> tuple[Repository, ...]:
 def passed_frac(repository: Repository, workspace: Workspace) -> float:
     """Return the share of the repository's tests that its module passes."""
     try:
-        return judged(repository, workspace.read(repository.path))
+        return judged(repository, workspace.read(PATH))
     except WorkspaceError:  # no such file
         return 0.0
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from examples.coding_agent.repositories import repositories
+from examples.coding_agent.repositories import PATH, repositories
 from megatron_rl.rollout.server.ports import free_port
 from tests.fake_server import FakeServer
 from tests.unit.rollout import test_endpoint
@@ -110,7 +110,7 @@ def reply(conversation):
     if "[GAME]" in conversation:
         return f"[{GUESSES[turn]}]"
     if "You mend code." in conversation:
-        fix = f"sed -i 's/{REPOSITORY.wrong}/{REPOSITORY.right}/' {REPOSITORY.path} && {SUBMIT}"
+        fix = f"sed -i 's/{REPOSITORY.wrong}/{REPOSITORY.right}/' {PATH} && {SUBMIT}"
         call = {"name": "bash", "arguments": {"command": fix if turn else "python3 test.py"}}
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     if "<action>" in conversation:
