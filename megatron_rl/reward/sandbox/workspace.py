@@ -88,8 +88,12 @@ class Workspace:
         """files: the first files, by path.  seconds, output_bytes: limits of a command; of a longer
         output the middle is left out.  box: default find_box(LIMITS, commands=COMMANDS).
 
-        It starts with its first call.  Raises SandboxError where no sandbox works on this machine.
+        It starts with its first call.  Raises SandboxError where no sandbox works on this machine,
+        ValueError for a path of `files` that leads out of the directory.
         """
+        for path in files or {}:
+            if os.path.isabs(path) or os.path.normpath(path).split("/")[0] in ("..", "."):
+                raise ValueError(f"files: the path {path!r} must be one within the directory")
         self.box = box or find_box(LIMITS, commands=COMMANDS)
         self.files, self.seconds, self.output_bytes = dict(files or {}), seconds, output_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -221,9 +225,7 @@ class Workspace:
     ) -> dict[str, Any]:
         """Return the fields `names` of the answer.  Raises WorkspaceError."""
         with self._lock:
-            if self._lost:
-                raise WorkspaceError(self._lost)
-            if self._process is None:
+            if self._process is None and not self._lost:
                 self._process = start(self.box)
                 # also where nobody closes it
                 self._end = weakref.finalize(self, end, self._process)
@@ -235,6 +237,8 @@ class Workspace:
         return {name: answer[name] for name in names}
 
     def _exchange(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        if self._lost:
+            raise WorkspaceError(self._lost)
         assert self._process is not None
         deadline = time.monotonic() + seconds + ANSWER_SECONDS
         try:

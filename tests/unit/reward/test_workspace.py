@@ -79,6 +79,12 @@ def test_an_editor_shows_creates_and_replaces(workspace):
     assert workspace.view("empty") == ""
 
 
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "."])
+def test_first_files_are_within_the_directory(path):
+    with pytest.raises(ValueError, match="must be one within the directory"):
+        Workspace({path: "x"})
+
+
 def test_bytes_that_are_no_text_survive_an_edit(workspace):
     workspace.shell(r"printf 'a\377b' > f")
     assert workspace.view("f") == "1\ta\ufffdb"
