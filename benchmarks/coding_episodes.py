@@ -1,13 +1,15 @@
 """What stays behind of the episodes of examples/coding_agent, with a model that follows a script.
 
-    python -m benchmarks.coding_episodes [--episodes 1000]
+    python -m benchmarks.coding_episodes [--episodes 1000] [--mini .venv-mini/bin/python]
 
 Episodes run as in training: the rollout client, sessions, tools in the sandbox and the tests of the
 repository; a server with fixed answers, in a process of its own, takes the model's place.  One in
 eight leaves processes in the background and writes much, one tries paths outside, one kills all
-that it can, one of a hundred runs into the time limit.  Temporary files go to a folder of the run.
+that it can, one of a hundred runs into the time limit.  There are 200 repositories, and what the tests say of a
+module is kept, as in training.  Temporary files go to a folder of the run.
 
-Memory is that of the process; the first episodes load code and fill caches.
+Memory is that of the process; the first episodes load code and fill caches.  --mini: the same with
+mini-swe-agent, of that environment, forked for each episode from a process that stays.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
@@ -32,7 +35,8 @@ from tests.fake_server import FakeServer
 from tests.unit.rollout.test_endpoint import TOKENIZER, VERSION, chat_sample, client_of
 
 STEP, CONCURRENCY = 100, 8
-SLOW_EVERY = 100
+SLOW_EVERY, REPOSITORIES = 100, 200
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def main() -> None:
@@ -40,6 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--mini", metavar="PYTHON")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -48,19 +53,19 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             tempfile.tempdir = os.environ["TMPDIR"] = folder
-            measure(ours.recv(), server.pid, Path(folder), args.episodes)
+            measure(ours.recv(), server.pid, Path(folder), args.episodes, args.mini)
     finally:
         server.kill()
         server.join()
 
 
-def measure(url: str, server: int | None, folder: Path, episodes: int) -> None:
-    client = client_of(
-        SimpleNamespace(url=url),
-        14_000,
-        function="examples.coding_agent.agent:rollout",
-        concurrency=CONCURRENCY,
-    )
+def measure(url: str, server: int | None, folder: Path, episodes: int, mini: str | None) -> None:
+    program = "examples.coding_agent.mini_swe"
+    command = (mini or "", f"{program.replace('.', '/')}.py")
+    agent: dict[str, Any] = {"function": "examples.coding_agent.agent:rollout"}
+    if mini:
+        agent = {"command": command, "preload": (program,)}
+    client = client_of(SimpleNamespace(url=url), 14_000, concurrency=CONCURRENCY, **agent)
     columns = "episodes | resident memory, MiB | open files | processes | threads | temporary files"
     print(f"| {columns} |\n|{'---|' * 6}")
     rewards: Counter[float] = Counter()
@@ -69,7 +74,7 @@ def measure(url: str, server: int | None, folder: Path, episodes: int) -> None:
         chosen = range(done, min(done + STEP, episodes))
         prompts = [
             Prompt(str(i), task := repositories()[i].task, tuple(TOKENIZER.encode(task)), str(i))
-            for i in (number % len(repositories()) for number in chosen)
+            for i in (number % REPOSITORIES for number in chosen)
         ]
         groups = client.generate(
             prompts,
@@ -82,6 +87,8 @@ def measure(url: str, server: int | None, folder: Path, episodes: int) -> None:
         rewards.update(group.rollouts[0].episode.reward for group in groups)
         done += len(prompts)
         print(f"| {done} | {' | '.join(left_behind(server, folder))} |", flush=True)
+    if client.episodes.processes is not None:
+        client.episodes.processes.close()
     seconds, cpu = time.monotonic() - started, cpu_seconds() - cpu
     shares = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items()))
     print(f"\nepisodes of each reward: {shares}; CPU of an episode {cpu / done:.2f} s,")
@@ -125,9 +132,13 @@ def reply(conversation: str) -> str:
     number = next(i for i, r in enumerate(repositories()) if r.task in conversation)
     turn = conversation.count("<|im_start|>assistant") - 1
     calls = script(number, repositories()[number])
-    if turn >= len(calls):
+    is_mini = "You mend code." in conversation
+    if turn >= len(calls) and not is_mini:
         return "Done."
-    name, arguments = calls[turn]
+    name, arguments = calls[turn] if turn < len(calls) else ("shell", {"command": SUBMIT})
+    if is_mini:
+        edit = "sed -i 's/{old}/{new}/' {path}".format(**arguments) if name == "replace" else ""
+        name, arguments = "bash", {"command": edit or arguments["command"]}
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
