@@ -5,10 +5,11 @@
 Episodes run as in training: the rollout client, sessions, tools in the sandbox and the tests of the
 repository; a server with fixed answers, in a process of its own, takes the model's place.  One in
 eight leaves processes in the background and writes much, one tries paths outside, one kills all
-that it can, one of a hundred runs into the time limit.  There are 200 repositories, and what the tests say of a
-module is kept, as in training.  Temporary files go to a folder of the run.
+that it can, one of a hundred runs into the time limit.  There are 200 repositories, and what the
+tests say of a module is kept, as in training.  Temporary files go to a folder of the run.
 
-Memory is that of the process; the first episodes load code and fill caches.  --mini: the same with
+Memory is that of the process; the first episodes load code and fill caches.  CPU is that of the
+process and of those it has waited for, without what ran in the sandbox.  --mini: the same with
 mini-swe-agent, of that environment, forked for each episode from a process that stays.
 """
 

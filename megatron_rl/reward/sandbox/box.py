@@ -9,7 +9,8 @@ walls, and refuses by name a mechanism whose walls do not hold.
 |---|---|
 | network | a network namespace without any interface but a loopback of its own |
 | files | a root of its own: Python's standard library and the shared libraries that it needs,
-  read-only, and an empty /box in memory.  No /proc, no /home, and none of the trainer's files |
+  and commands that the caller names, read-only, and an empty /box in memory.  No /proc, no /home,
+  and none of the trainer's files |
 | environment | empty but for PATH, LANG and HOME |
 | other processes | a process namespace; all processes end with the first |
 | privileges | an unprivileged user, none of the rights of root, no set-user-id programs |
