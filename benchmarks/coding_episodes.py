@@ -1,4 +1,4 @@
-"""What stays behind of the episodes of examples/coding_agent, with a model that follows a script.
+"""Count what is left of the episodes of examples/coding_agent, with a model that follows a script.
 
     python -m benchmarks.coding_episodes [--episodes 1000] [--mini .venv-mini/bin/python]
 

@@ -227,7 +227,7 @@ class Workspace:
         with self._lock:
             if self._process is None and not self._lost:
                 self._process = start(self.box)
-                # also where nobody closes it
+                # also where it is not closed
                 self._end = weakref.finalize(self, end, self._process)
                 for path, text in self.files.items():
                     self._exchange({"write": path, "text": text}, 0.0)
