@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.config.rules.sft_rules import DEFAULTS, check_is_sft
+from megatron_rl.config.rules.sft_rules import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
