@@ -1,8 +1,10 @@
 """An agent that mends a repository with a shell and an editor of the sandbox.
 
-    agent.function = "examples.coding_agent.agent:rollout"     # or rollout_tiny
+    agent.function = "examples.coding_agent.agent:rollout"
     agent.renderer = "qwen3"
     data.chat_template = false     # the function writes the messages
+
+The tiny model takes `rollout_tiny`.
 """
 
 from __future__ import annotations

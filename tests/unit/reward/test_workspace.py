@@ -1,4 +1,4 @@
-"""The shell and the editor of an episode: what the model reads, and that nothing is left of them."""
+"""The shell and the editor of an episode: what the model reads, and what is left of them."""
 
 import asyncio
 import gc
