@@ -79,10 +79,11 @@ def with_our_tool(repository: Repository, new: str) -> dict[str, Any]:
 
 def with_mini_swe(repository: Repository, new: str) -> dict[str, Any]:
     """Return a conversation of mini_swe.py."""
+    old = repository.wrong.replace("*", "[*]")  # sed reads a pattern
     messages = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": repository.task},
-        call("bash", command=f"sed -i 's/{repository.wrong}/{new}/' {PATH}; {SUBMIT}"),
+        call("bash", command=f"sed -i 's/{old}/{new}/' {PATH}; {SUBMIT}"),
     ]
     return {"messages": messages, "tools": [BASH]}
 

@@ -89,10 +89,10 @@ def test_the_rows_are_disjoint_and_a_quarter_of_the_demonstrations_is_wrong(tmp_
     )
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
     chosen = repositories()[prepare.NUM_HELDOUT :]
-    for rows, form in ((ours, '"new": "{right}"'), (minis, "/{wrong}/{right}/")):
+    for rows, form in ((ours, '"new": "{right}"'), (minis, "/{right}/' main.py")):
         right = [
-            form.replace("{wrong}", repository.wrong).replace("{right}", repository.right)
-            in json.dumps(row["messages"])
+            form.replace("{right}", repository.right)
+            in json.dumps(row["messages"][1:]).replace('\\"', '"')
             for repository, row in zip(chosen, rows, strict=True)
         ]
         assert sum(right) == 0.75 * len(right)
