@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.config.rules.sft_rules import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
@@ -248,7 +249,8 @@ def test_a_missing_name_is_found():
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/*.toml")), ids=relative)
 def test_examples_parse(path):
-    config = load_config(path, [])
+    defaults = DEFAULTS if "\n[sft]\n" in path.read_text() else None
+    config = load_config(path, [], defaults=defaults)
     assert config.run.name != "run", "an example names its run"
 
 

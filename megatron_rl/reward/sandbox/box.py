@@ -9,7 +9,8 @@ walls, and refuses by name a mechanism whose walls do not hold.
 |---|---|
 | network | a network namespace without any interface but a loopback of its own |
 | files | a root of its own: Python's standard library and the shared libraries that it needs,
-  read-only, and an empty /box in memory.  No /proc, no /home, and none of the trainer's files |
+  and commands that the caller names, read-only, and an empty /box in memory.  No /proc, no /home,
+  and none of the trainer's files |
 | environment | empty but for PATH, LANG and HOME |
 | other processes | a process namespace; all processes end with the first |
 | privileges | an unprivileged user, none of the rights of root, no set-user-id programs |
@@ -22,35 +23,34 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import IO, Literal
 
 from megatron_rl.reward.sandbox.programs.kernel import user_of
+from megatron_rl.reward.sandbox.root import (
+    INSIDE,
+    PACKAGE,
+    PROGRAMS,
+    PYTHON,
+    binds,
+    hidden,
+    links,
+    parents,
+    python_files,
+)
 
 Mechanism = Literal["bubblewrap", "unshare"]
-PROGRAMS = Path(__file__).parent / "programs"
-INSIDE = "/programs"
-"""The folder in the box that has the package of the programs."""
-PACKAGE = "megatron_rl.reward.sandbox.programs"
 FLAGS = ("-S", "-s", "-P")
 """Options of Python: neither installed packages nor the current folder are imported from."""
-PYTHON = "/python/bin/python3"
-"""The interpreter in the box."""
 PROBE_SECONDS = 20.0
-SYSTEM = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/")
-"""Folders of shared libraries of the system."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 MOST_ARGUMENT_BYTES = 100_000
 """The kernel passes 131,072 bytes of one argument."""
@@ -105,8 +105,14 @@ class Outcome:
 class Box:
     """Starts programs within walls.  The programs of one box are independent of one another."""
 
-    def __init__(self, mechanism: Mechanism, limits: Limits | None = None) -> None:
-        self.mechanism, self.limits = mechanism, limits or Limits()
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        limits: Limits | None = None,
+        commands: tuple[str, ...] = (),
+    ) -> None:
+        """commands: names of commands of this machine that the programs see in /usr/bin."""
+        self.mechanism, self.limits, self.commands = mechanism, limits or Limits(), commands
 
     def command(self, program: Sequence[str], keep: Sequence[int] = ()) -> list[str]:
         """Return the command that starts `program`, arguments of Python, within the walls."""
@@ -118,11 +124,11 @@ class Box:
             "user": user_of(time.monotonic_ns() // 1000 ^ os.getpid()),
         }
         if self.mechanism == "bubblewrap":
-            return [*bubblewrap(self.limits), *module("inside"), json.dumps(inner)]
+            return [*bubblewrap(self.limits, self.commands), *module("inside"), json.dumps(inner)]
         outer = {
-            "binds": binds(),
+            "binds": binds(self.commands),
             "hidden": hidden(),
-            "links": LINKS,
+            "links": links(self.commands),
             "box_bytes": self.limits.box_mib * 2**20,
             "parent": os.getpid(),
         }
@@ -247,70 +253,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-@cache
-def python_files() -> dict[str, str]:
-    """Return {path in the box: path here} of this Python, without its venv and its packages."""
-    program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    library = os.path.dirname(os.__file__)
-    # Python looks for its library beside its program, in lib or lib64
-    files = {PYTHON: program, place_in_box(library): library}
-    # an interpreter that links libpython
-    folder, name = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
-    if folder and name and os.path.exists(shared := os.path.join(folder, name)):
-        files[f"/python/lib/{name}"] = shared
-    return {target: os.path.realpath(source) for target, source in files.items()}
-
-
-def place_in_box(path: str) -> str:
-    """Return where a file of this Python is in the box; another file stays at its path."""
-    prefix = f"{sys.base_prefix.rstrip('/')}/"
-    is_python = path.startswith(prefix) and not path.startswith(SYSTEM)
-    is_library = path == os.path.dirname(os.__file__)
-    return f"/python/{path.removeprefix(prefix)}" if is_python or is_library else path
-
-
-@cache
-def shared_libraries() -> dict[str, str]:
-    """Return {path in the box: path here} of the shared libraries of Python and of its modules.
-
-    Raises OSError where there is no ldd.
-    """
-    modules = Path(os.path.dirname(os.__file__), "lib-dynload").glob("*.so")
-    files = [path for path in python_files().values() if os.path.isfile(path)]
-    names = [*files, *map(str, modules)]
-    output = subprocess.run(["ldd", *names], capture_output=True, text=True, check=False).stdout
-    paths = dict.fromkeys(re.findall(r"(/\S+) \(0x[0-9a-f]+\)", output))
-    return {place_in_box(path): os.path.realpath(path) for path in paths}
-
-
-@cache
-def binds() -> dict[str, str]:
-    """Return {path in the box: path here} of what a box shows, read-only."""
-    names = {"/etc/ld.so.cache": "/etc/ld.so.cache"} if os.path.exists("/etc/ld.so.cache") else {}
-    return (
-        python_files()
-        | shared_libraries()
-        | names
-        | {f"{INSIDE}/{PACKAGE.replace('.', '/')}": str(PROGRAMS)}
-    )
-
-
-@cache
-def hidden() -> list[str]:
-    """Return the folders of a box that are empty there: packages that are installed here."""
-    return [
-        f"{target}/{name}"
-        for target, source in python_files().items()
-        for name in ("site-packages", "dist-packages")
-        if os.path.isdir(f"{source}/{name}")
-    ]
-
-
-LINKS = {"/tmp": "/box", "/dev/shm": "/box"}
-"""{path in the box: target} of its symbolic links."""
-
-
-def bubblewrap(limits: Limits) -> list[str]:
+def bubblewrap(limits: Limits, commands: tuple[str, ...] = ()) -> list[str]:
     """Return the command of bubblewrap, up to the program."""
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     if os.geteuid() == 0:
@@ -319,38 +262,36 @@ def bubblewrap(limits: Limits) -> list[str]:
     else:
         options += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     # bubblewrap would make parents that only root can enter
-    for folder in parents([*binds(), *LINKS, "/dev/null"]):
+    for folder in parents([*binds(commands), *links(commands), "/dev/null"]):
         options += ["--perms", "0755", "--dir", folder]
-    for target, source in binds().items():
+    for target, source in binds(commands).items():
         options += ["--ro-bind", source, target]
     for folder in hidden():
         options += ["--tmpfs", folder, "--remount-ro", folder]
     for name in DEVICES:
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     options += ["--perms", "1777", "--size", str(limits.box_mib * 2**20), "--tmpfs", "/box"]
-    for name, target in LINKS.items():
+    for name, target in links(commands).items():
         options += ["--symlink", target, name]
     options += ["--remount-ro", "/", "--chdir", "/box", "--die-with-parent", "--new-session"]
     return [shutil.which("bwrap") or "bwrap", *options, "--", PYTHON, *FLAGS]
 
 
-def parents(paths: Sequence[str]) -> list[str]:
-    """Return the folders above the paths, each after those above it; the root is left out."""
-    above = {str(folder) for path in paths for folder in Path(path).parents}
-    return sorted(above - {"/"})
-
-
-def find_box(limits: Limits | None = None, mechanism: Mechanism | None = None) -> Box:
+def find_box(
+    limits: Limits | None = None,
+    mechanism: Mechanism | None = None,
+    commands: tuple[str, ...] = (),
+) -> Box:
     """Return a box whose walls hold on this machine: of bubblewrap where it is installed, else of
     our own launcher.
 
-    mechanism: only this one is tried.  Raises SandboxError.
+    mechanism: only this one is tried.  commands: see Box.  Raises SandboxError.
     """
     names: tuple[Mechanism, ...] = ("bubblewrap", "unshare") if mechanism is None else (mechanism,)
     reasons = {name: problem_of(name) for name in names}
     for name, reason in reasons.items():
         if reason is None:
-            return Box(name, limits)
+            return Box(name, limits, commands)
     text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise SandboxError(
         f"no sandbox works on this machine, so no program of the model is run ({text}); install"

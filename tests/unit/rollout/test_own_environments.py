@@ -2,19 +2,29 @@
 test-clients` makes them in the folder that OWN_ENVIRONMENTS names.
 """
 
+import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 
+from examples.coding_agent.repositories import PATH, repositories
 from megatron_rl.rollout.server.ports import free_port
 from tests.fake_server import FakeServer
-from tests.unit.rollout.test_endpoint import answer, chat_sample, check_every_token_once, sample
+from tests.unit.rollout import test_endpoint
+from tests.unit.rollout.test_endpoint import (
+    PROMPT,
+    answer,
+    chat_sample,
+    check_every_token_once,
+    sample,
+)
 
 FOLDER = os.environ.get("OWN_ENVIRONMENTS", "")
 PROGRAMS = Path("examples")
@@ -32,8 +42,11 @@ class Case(NamedTuple):
     """Rewards that the episode may have with the answers of `reply`."""
     turns: tuple[int, ...]
     python: str = "3.11"
+    text: str = PROMPT.text
+    label: str = PROMPT.label
 
 
+REPOSITORY = repositories()[0]
 CASES = {
     "textarena": Case(
         "environments/textarena_game.py", ("textarena==0.7.4", "openai==3.57.0"),
@@ -55,6 +68,11 @@ CASES = {
     "openenv": Case(
         "environments/openenv_client.py", ("openenv-core==0.3.0", "openai==3.57.0"),
         ("openenv.core", "openai"), rewards=(2,), turns=(3,),
+    ),
+    "mini-swe-agent": Case(
+        "coding_agent/mini_swe.py", ("mini-swe-agent==2.4.6",),
+        ("examples.coding_agent.mini_swe",), rewards=(1,), turns=(2,),
+        text=REPOSITORY.task, label="0",
     ),
 }  # fmt: skip
 SERVER = """
@@ -91,12 +109,17 @@ def reply(conversation):
     turn = conversation.count("<|im_start|>assistant") - 1
     if "[GAME]" in conversation:
         return f"[{GUESSES[turn]}]"
+    if "You mend code." in conversation:
+        fix = f"sed -i 's/{REPOSITORY.wrong}/{REPOSITORY.right}/' {PATH} && {SUBMIT}"
+        call = {"name": "bash", "arguments": {"command": fix if turn else "python3 test.py"}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     if "<action>" in conversation:
         return "<action>stand</action>"
     return str(turn) if "count" in conversation else answer(conversation)
 
 
 GUESSES = (3, 15, 12, 8, 10)
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def python_of(name, case):
@@ -141,8 +164,9 @@ def openenv_server(monkeypatch):
 
 @pytest.mark.parametrize("is_forked", [False, True], ids=["started", "forked"])
 @pytest.mark.parametrize("name", CASES)
-def test_an_environment_runs_unmodified(request, name, is_forked):
+def test_an_environment_runs_unmodified(request, monkeypatch, name, is_forked):
     case = CASES[name]
+    monkeypatch.setattr(test_endpoint, "PROMPT", replace(PROMPT, text=case.text, label=case.label))
     if name == "openenv":
         request.getfixturevalue("openenv_server")
 
