@@ -34,7 +34,6 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
 from megatron_rl.rollout.client.counters import CallStats, drop_older
-from megatron_rl.rollout.client.sampling import SamplingSettings
 from megatron_rl.rollout.garbage_collection import return_free_memory
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import (
@@ -213,7 +212,8 @@ class Scheduler:
             drop_older(self.groups if is_new else added, oldest, self.inference.client.counters)
         self._mark_due(share, version)
         if is_new:
-            self._start(share)
+            # only leaders have groups
+            self._start(self.groups, share if self.groups else None, is_open=self.steps_ahead > 0)
         else:
             self.inference.add(added)
         with self.progress(f"{text}: sampling", share) as advance:
@@ -278,28 +278,24 @@ class Scheduler:
         restored.teacher = teacher
         return restored
 
-    def _start(self, share: int) -> None:
-        """Sample the queue: until a step's share is complete, or until `finish` if sampling goes
-        ahead.
+    def _start(
+        self, groups: Sequence[Group], keep: int | None = None, *, is_open: bool = False
+    ) -> None:
+        """Start a task on these groups: until `keep` of them are complete, or all, or until
+        `finish` if it is open.
         """
-        client = self.inference.client
+        rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
             client.take_stats()  # discard those of evaluation and parity check
         self.inference.start(
-            self.groups,
-            keep=share if self.groups else None,  # only leaders have groups
-            is_open=self.steps_ahead > 0,
-            **self._settings(),
+            groups,
+            keep=keep,
+            is_open=is_open,
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self.stop_token_ids,
+            truncation=rollout.truncation,
         )
-
-    def _settings(self) -> SamplingSettings:
-        rollout = self.cfg.rollout
-        return {
-            "temperature": rollout.temperature,
-            "max_tokens": rollout.max_response_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "truncation": rollout.truncation,
-        }
 
     def _teach_in_turns(
         self,
@@ -323,7 +319,7 @@ class Scheduler:
                 taught = [group for group in groups if name_for(group.prompt.source) == name]
                 for group in taught:
                     group.wait_for(name)
-                self.inference.start(taught, **self._settings())
+                self._start(taught)
                 self.inference.wait(version, advance)
                 for group in taught:
                     group.was_taught()
