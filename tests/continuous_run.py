@@ -25,7 +25,7 @@ from tests.saved_run import GROUP, PROMPTS
 STALENESS = 2
 SERVERS = 2
 SERVER = "tests.token_server"
-TAUGHT, TAUGHT_TOP, IN_TURNS = TEACHER_WAYS = "taught", "taught top k", "taught in turns"
+TAUGHT, TAUGHT_TOP, IN_TURNS = TEACHER_WAYS = "taught", "taught top k", "taught, releasing memory"
 """Runs with a teacher beside the rewards: two steps ahead, without and with its most probable
 tokens, and a synchronous one whose teacher has memory only while it scores."""
 TOP_K = 3

@@ -56,7 +56,7 @@ def phases(
         without_activations.append((ADAM, state + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     alternates = bool(shared) and cfg.rollout.release_memory
-    # every process keeps some memory; teachers in turns may all be on this GPU
+    # every process keeps some memory; all sleeping teachers may be on this GPU
     left = int(assumed.released * GIB)
     asleep = left * len(cfg.teachers.in_turns)
     if server is None or not shared:

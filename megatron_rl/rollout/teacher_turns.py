@@ -65,6 +65,10 @@ class SleepingTeacher:
             )
 
 
+def no_seconds() -> dict[str, float]:
+    return {"teacher/turn_seconds": 0.0, "teacher/switch_seconds": 0.0}
+
+
 @dataclass
 class TeacherTurns:
     """The turns of the teachers, as one rank sees them.  Every method is collective."""
@@ -76,7 +80,7 @@ class TeacherTurns:
     """All ranks, over gloo (Parallel.host_group)."""
     awake: str = ""
     """Name of the teacher that has its memory, "" for none."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=no_seconds)
     """Metric -> seconds of the step in progress."""
 
     def wake(self, name: str) -> None:
@@ -101,9 +105,9 @@ class TeacherTurns:
         try:
             yield
         finally:
-            self.seconds[metric] = self.seconds.get(metric, 0.0) + time.monotonic() - start
+            self.seconds[metric] += time.monotonic() - start
 
     def take_seconds(self) -> dict[str, float]:
         """Return the metrics of the step in progress, and begin the next."""
-        taken, self.seconds = self.seconds, {}
+        taken, self.seconds = self.seconds, no_seconds()
         return taken

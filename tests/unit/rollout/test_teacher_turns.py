@@ -192,11 +192,11 @@ def test_servers_teachers_and_trainer_have_the_memory_one_after_the_other(mode):
             seconds = loop.inference.turn_seconds()
             assert seconds["teacher/switch_seconds"] > 0
             assert set(seconds) == {"teacher/switch_seconds", "teacher/turn_seconds"}
-        assert not loop.inference.turn_seconds()
+        assert not any(loop.inference.turn_seconds().values())
 
 
 def test_teachers_share_gpus_of_their_own_beside_servers_that_keep_theirs():
-    """The last one keeps its memory, which nobody wants, until the step has left it."""
+    """The last one keeps its memory, which no other teacher wants, until the step has left it."""
     with taught(with_memory=False) as (loop, _, events, _server):
         for number in range(2):
             events.clear()
