@@ -54,7 +54,7 @@ make rehearse   the recipes on pretended GPUs, at full width with two layers (mi
 make rehearse-whole  the same with all layers (an hour)
 make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']
 make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]
-make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']
+make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode teacher --kills 24']
                 these three write results/NAME.json, unless they have ARGS
 make mutants    changes the code in one place at a time and checks that a unit test fails (hours; continues where it
                 stopped)   [ARGS='loss rollout/client --sample 200 --minutes 20 --jobs 2']

@@ -12,15 +12,23 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+from megatron_rl.config import load_config
 from megatron_rl.config.run_paths import RunFolder
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
+from tests.fake_teacher import expected_logprobs, top_of
+from tests.faults.samples import SPEC
 from tests.saved_run import GROUP, PROMPTS
 
 STALENESS = 2
 SERVERS = 2
 SERVER = "tests.token_server"
-TAUGHT = "taught"
+TAUGHT, TAUGHT_TOP, IN_TURNS = TEACHER_WAYS = "taught", "taught top k", "taught, releasing memory"
+"""Runs with a teacher beside the rewards: two steps ahead, without and with its most probable
+tokens, and a synchronous one whose teacher has memory only while it scores."""
+TOP_K = 3
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,19 +54,23 @@ def make_prompts(work: Path, steps: int) -> None:
 def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]:
     """What the configuration has beside that of a run on saved rollouts.
 
-    weight_update: None for a synchronous run.  TAUGHT drains, and has a teacher beside the rewards.
+    weight_update: None for a synchronous run; those of TEACHER_WAYS drain.
     """
+    is_taught = weight_update in TEACHER_WAYS
     ahead: dict[str, Any] = {}
-    if weight_update is not None:
-        update = "drain" if weight_update == TAUGHT else weight_update
+    if weight_update not in (None, IN_TURNS):
+        update = "drain" if is_taught else weight_update
         ahead = {"max_staleness": STALENESS, "weight_update": update}
-    teacher = {"near": {"path": str(work / "teacher"), "beta": 0.1}}
+    teacher: dict[str, Any] = {"path": str(work / "teacher"), "beta": 0.1}
+    teacher["release_memory"] = weight_update == IN_TURNS
+    top = {"teacher_form": "reverse", "teacher_top_k": TOP_K}
     return {
-        "teachers": teacher if weight_update == TAUGHT else {},
+        "teachers": {"near": teacher} if is_taught else {},
+        "loss": top if weight_update == TAUGHT_TOP else {},
         "data": {"shuffle": False},
         "reward": {"function": "tests.e2e.rewards:mean_code", "timeout_seconds": 60.0},
         "rollout": {
-            "max_concurrency": 1, "max_response_tokens": 8, **ahead,
+            "max_concurrency": 1, "max_response_tokens": 8, "save_tensors": is_taught, **ahead,
             "python": str(work / "server"), "num_servers": SERVERS, "max_server_restarts": 100,
             "weight_sync": "disk",
             "verify_push": "version", "parity_warn_logprob_diff": 1e3,
@@ -114,6 +126,29 @@ def check_rollouts(run: Path, steps: int) -> dict[int, int]:
             )
     assert set(ages) <= set(range(STALENESS + 1)), dict(ages)
     return dict(sorted(ages.items()))
+
+
+def check_teacher(run: Path, steps: int) -> int:
+    """Every token of every step has its teacher's number, and its most probable tokens where the
+    run asked for them.
+
+    Returns how many tokens that are.
+    """
+    names = ("--run.name", "other", "--run.num_steps", str(steps))
+    cfg = load_config(run / "config.toml", names, of_a_run=True)
+    saved, tokens, top_k = SavedSteps(run, cfg, SPEC), 0, cfg.loss.teacher_top_k
+    for rollout in (
+        r for step in range(steps) for g in saved.groups(step, 0, 1) for r in g.rollouts
+    ):
+        np.testing.assert_array_equal(
+            rollout.teacher_logprobs, expected_logprobs(rollout.tokens, rollout.sampled)
+        )
+        if top_k:
+            ids, _ = top_of(rollout.tokens.tolist(), rollout.sampled.tolist(), top_k)
+            named = rollout.teacher_top.sets.ids().reshape(-1, top_k)
+            np.testing.assert_array_equal(named, np.sort(ids, axis=1))
+        tokens += len(rollout.sampled)
+    return tokens
 
 
 def expected(step: int, replica: int) -> list[str]:

@@ -105,7 +105,7 @@ class FakeServer:
                 content = self.rfile.read(length := int(self.headers["Content-Length"]))
                 if len(content) < length:  # the client has hung up
                     return
-                body = json.loads(content)
+                body = json.loads(content or b"{}")
                 if fake.is_dead:
                     self.close_connection = True
                     reset(self)

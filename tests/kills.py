@@ -1,20 +1,21 @@
 """Kill a real run of two ranks repeatedly at random times, restart it each time, and check that
 nothing is lost:
 
-    python -m tests.kills --kills 60 --seed 0 [--mode continuous]        (make kills)
+    python -m tests.kills --kills 60 --seed 0 [--mode continuous | teacher]        (make kills)
 
 One run (ep = 2, R3, a checkpoint after every step, in the background in every second life) on saved
-rollouts; or three of a third of the kills each that sample two steps ahead from servers of their
-own (continuous_run.py: a weight sync drains, or aborts, or drains beside a teacher that the run
-serves), where half of the lives lose a server, too.  A life ends by
+rollouts; or runs with equal parts of the kills that sample from servers of their own
+(continuous_run.py), where half of the lives lose a server, too.  continuous: two steps ahead,
+where a weight sync drains, or aborts.  teacher: three runs with rewards and a teacher, which they
+serve.  A life ends by
     TERM   SIGTERM to one rank or to both: it saves and exits with the requeue code
     KILL   SIGKILL to one rank, then SIGTERM to the other, as a launcher does
     STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait longer than
            its grace period
 After each: the checkpoint that `latest` names is complete and not older than the last one logged,
 and the next life starts there. In the end the run is finished and its last checkpoint compared,
-file by file, with that of an undisturbed run.  What each step of a continuous run trained on is
-checked, too.
+file by file, with that of an undisturbed run.  What each step of a run with servers trained on is
+checked, too, and that every token has its teacher's number.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ from tests.saved_run import make_material, sections
 RANKS = 2
 GRACE = 5.0
 KINDS = ("TERM", "KILL", "STOP")
+WAYS = {
+    "saved": ("saved",),
+    "continuous": ("drain", "abort"),
+    "teacher": continuous_run.TEACHER_WAYS,
+}
 COLLECTIVE_MINUTES = 1.0
 PATIENCE = 60.0 * COLLECTIVE_MINUTES + 90.0
 """Without a launcher that ends it, a rank whose peer died before their rendezvous waits for that
@@ -72,7 +78,7 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=["saved", "continuous"], default="saved")
+    parser.add_argument("--mode", choices=[*WAYS], default="saved")
     parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life at most")
     parser.add_argument(
         "--steps", type=int, default=600, help="of saved rollouts: more than the lives can train"
@@ -83,9 +89,13 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import megatron_rl.train  # noqa: F401  imported once: forked ranks start within a second
+    from megatron_rl.config import config
+    from megatron_rl.trainer import build
 
     rng = random.Random(args.seed)
-    ways = ("saved",) if args.mode == "saved" else ("drain", "abort", continuous_run.TAUGHT)
+    ways = WAYS[args.mode]
+    for module in (config, build):  # the servers of tests.token_server need no GPU for it
+        module.check_can_release = lambda cfg, device: None
     return max(kill_run(way, rng, args.kills // len(ways), args) for way in ways)
 
 
@@ -284,6 +294,9 @@ def finish(work: Path, way: str, most: int) -> tuple[int, list[str]]:
                 f" {continuous_run.check_rollouts(work / 'runs' / name, steps)}",
                 flush=True,
             )
+        if way in continuous_run.TEACHER_WAYS:
+            taught = continuous_run.check_teacher(work / "runs" / name, steps)
+            print(f"{way}, {name}: {taught} tokens have their teacher's number", flush=True)
     ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "undisturbed")]
     files = [
         {

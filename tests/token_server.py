@@ -51,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     version, model_path, start = "", "", time.time()
     aborted: ClassVar[set[str]] = set()
+    has_memory = True
     lock = threading.Lock()
 
     def do_GET(self) -> None:
@@ -63,6 +64,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         if self.path == "/generate":
+            assert Handler.has_memory, "asked while it sleeps"
             if "rid" not in body:
                 self.reply(self.probe())
             elif "logprob_start_len" in body:
@@ -75,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
                 Handler.aborted.add(body["rid"])
         elif self.path == "/update_weight_version":
             Handler.version = body["new_version"]
+        elif self.path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            Handler.has_memory = "resume" in self.path
         self.reply({})
 
     def probe(self) -> dict[str, Any]:

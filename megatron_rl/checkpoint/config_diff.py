@@ -26,6 +26,7 @@ FREE = (
     "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     "rollout.allow_unproven", "rollout.verify_push*",
     "teachers.*.urls", "teachers.*.api_key_env", "teachers.*.gpus", "teachers.*.server_args",
+    "teachers.*.release_memory",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch",
     "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",

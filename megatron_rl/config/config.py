@@ -27,6 +27,6 @@ class Config(AllSections):
     def problems(self) -> Iterator[str]:
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
-        check_can_release(self.rollout.release_memory, self.run.device)
+        check_can_release(self, self.run.device)
         check_options(self.rollout, needs_routes=self.needs_routes)
         yield from section_problems(self)

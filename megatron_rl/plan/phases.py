@@ -9,16 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
+from megatron_rl.config.rules.server_gpus import tensor_ranks
+from megatron_rl.config.sections import Teacher
+from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
 from megatron_rl.plan.grid import weight_sources
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.server_time import SERVED, DecodeModel, configured_servers
+from megatron_rl.plan.server_time import SERVED, DecodeModel, ServerPlan, configured_servers
 
 SAVE = "saving a checkpoint"
 SYNC = "weight sync, on the servers' GPUs"
 ADAM = "Adam's update"
+SCORING = "scoring by teacher "
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ def phases(
     if copies := update_copies(spec, cfg, world):
         without_activations.append((ADAM, state + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
+    alternates = bool(shared) and cfg.rollout.release_memory
+    # every process keeps some memory; all sleeping teachers may be on this GPU
+    left = int(assumed.released * GIB)
+    asleep = left * len(cfg.teachers.in_turns)
     if server is None or not shared:
         # the trainer and the servers have GPUs of their own
         yield Phase("training", rank.total, 0, state)
@@ -59,9 +67,9 @@ def phases(
         if server is not None:
             yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
             if cfg.rollout.weight_sync == "distributed":
-                beside = int(assumed.released * GIB) + broadcast_bytes(spec, cfg, assumed)
+                beside = left + broadcast_bytes(spec, cfg, assumed)
                 yield Phase(SYNC, 0, server.static + beside, server.static)
-    elif not cfg.rollout.release_memory:
+    elif not alternates:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
         for name, size in without_activations:
@@ -69,14 +77,18 @@ def phases(
     else:
         # either the trainer or the servers have released most of their memory
         # two buckets: the servers load one while the source prepares the next
-        left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
-        synced = shared * server.weights
-        yield Phase("training", rank.total, shared * left, state)
+        buckets = 2 * cfg.rollout.weight_sync_bucket_mb << 20
+        synced, beside = shared * server.weights, shared * left + asleep
+        yield Phase("training", rank.total, beside, state)
         for name, size in without_activations:
-            yield Phase(name, size, shared * left, state)
-        trainer, servers = rank.weights + buckets, synced + shared * left
+            yield Phase(name, size, beside, state)
+        trainer, servers = rank.weights + buckets, synced + beside
         yield Phase("weight sync", trainer, servers, rank.weights + synced)
-        yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
+        yield Phase("sampling", left, shared * server.total + beside, shared * server.total)
+    for name in cfg.teachers.in_turns:
+        size = teacher_bytes(cfg.teachers.by_name[name], cfg, hardware, assumed)
+        beside = asleep + shared * left if alternates else asleep
+        yield Phase(f"{SCORING}{name}", left if alternates else 0, size + beside, size)
 
 
 def update_copies(spec: ModelSpec, cfg: Config, world: int) -> int:
@@ -114,6 +126,19 @@ def server_bytes(
     model = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
     cache = cfg.rollout.max_total_tokens * model.cache_bytes()
     return ServerBytes(int(model.weight_bytes()), int(cache), int(model.static_bytes()))
+
+
+def teacher_bytes(teacher: Teacher, cfg: Config, hardware: Hardware, assumed: Assumptions) -> int:
+    """Return the bytes of weights and KV cache on every GPU of a teacher that the run serves."""
+    assert teacher.path is not None, "a teacher with urls"
+    plan = ServerPlan(1, num_devices(teacher))
+    model = DecodeModel(find_spec(teacher.path), plan, hardware, assumed)
+    return int(model.weight_bytes() + cfg.rollout.max_total_tokens * model.cache_bytes())
+
+
+def num_devices(teacher: Teacher) -> int:
+    """Return the number of GPUs of the server that the run starts of a teacher's checkpoint."""
+    return tensor_ranks(teacher.server_args) or max(1, len(teacher.gpus))
 
 
 def broadcast_bytes(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> int:
@@ -164,6 +189,9 @@ def check_sync(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None
 
 def remedy(phase: Phase) -> str:
     """Return the change that makes a phase fit, for a message."""
+    if phase.name.startswith(SCORING):
+        name = phase.name.removeprefix(SCORING)
+        return f"give it more of teachers.{name}.gpus, or lower rollout.max_total_tokens"
     if not phase.servers:
         return (
             "use more ranks, or another layout (megatron-rl plan); for other hardware of the dry"

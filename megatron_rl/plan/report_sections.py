@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config
-from megatron_rl.config.rules.server_gpus import tensor_ranks
 from megatron_rl.config.rules.teacher_servers import server_settings
 from megatron_rl.config.sections import Teacher
 from megatron_rl.config.sglang_settings import accepted, read_options
@@ -28,7 +27,7 @@ from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.host_memory import host_bytes, node_text, teacher_token_bytes
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.phases import Phase, broadcast_bytes
+from megatron_rl.plan.phases import Phase, broadcast_bytes, num_devices
 from megatron_rl.plan.refusals import Machine
 from megatron_rl.plan.server_time import DecodeModel, configured_servers, score_seconds
 from megatron_rl.plan.training_time import TrainingModel
@@ -208,6 +207,8 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
             if teacher.path is None
             else f"started by the run: {shlex.join(teacher_command(cfg, teacher))}"
         )
+        if teacher.release_memory:
+            place += "; its weights wait in host memory while it does not score"
         yield (
             f"teacher {name} of {sources}, {place}; scores at most {sampled:,} sampled tokens a"
             f" step, {size} bytes each"
@@ -317,7 +318,9 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
     order = (
         "sampled while the previous one trains" if step.overlaps else "one stage after the other"
     )
-    yield f"a step       {seconds_text(step.total)}, {order}"
+    teachers = teacher_seconds(cfg, hardware, assumed)
+    waited = sum(teachers[name] for name in cfg.teachers.in_turns)
+    yield f"a step       {seconds_text(step.total + waited)}, {order}"
     training = old_logprob.total + update.total
     if sampling.total > SLOW_SAMPLING * training:
         devices = servers.server_pool.num * servers.server_pool.devices
@@ -334,20 +337,27 @@ def score_lines(
     """Yield the seconds of every teacher whose server the run starts; sampling: those of a step's
     sampling, None where they are not known.
     """
-    for name, teacher in cfg.teachers.with_servers.items():
-        if teacher.path is None:
-            continue
-        devices = tensor_ranks(teacher.server_args) or max(1, len(teacher.gpus))
-        seconds = score_seconds(cfg, find_spec(teacher.path), devices, hardware, assumed)
+    for name, seconds in teacher_seconds(cfg, hardware, assumed).items():
+        teacher = cfg.teachers.by_name[name]
+        when = "when all are sampled" if teacher.release_memory else "while others are sampled"
         yield (
-            f"teacher      {seconds_text(seconds)}: {name} on {amount(devices, 'device')} scores"
-            " all prompts and responses, while others are sampled"
+            f"teacher      {seconds_text(seconds)}: {name} on"
+            f" {amount(num_devices(teacher), 'device')} scores all prompts and responses, {when}"
         )
-        if sampling is not None and seconds > sampling:
+        if not teacher.release_memory and sampling is not None and seconds > sampling:
             yield (
                 f"WARNING      teacher {name} takes {seconds / sampling:.1f} times as long as"
                 f" sampling: give it more devices (teachers.{name}.gpus)"
             )
+
+
+def teacher_seconds(cfg: Config, hardware: Hardware, assumed: Assumptions) -> dict[str, float]:
+    """Return name -> seconds of a step of the teachers whose servers the run starts."""
+    return {
+        name: score_seconds(cfg, find_spec(teacher.path), num_devices(teacher), hardware, assumed)
+        for name, teacher in cfg.teachers.with_servers.items()
+        if teacher.path is not None
+    }
 
 
 def seconds_text(value: float) -> str:

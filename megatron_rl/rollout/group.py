@@ -14,7 +14,7 @@ and `put`s them into the group; a teacher scores them there as soon as all are s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
@@ -94,6 +94,18 @@ class Group:
         assert outcome in (GroupState.FINISHED, GroupState.DROPPED) and self.outcome is None
         assert outcome is GroupState.DROPPED or self.is_complete
         self.outcome = outcome
+
+    def wait_for(self, teacher: str) -> None:
+        """Set the teacher of a sampled group, which is complete when it is scored."""
+        self.teacher = teacher
+        if self.scored is not None:  # these have texts and metrics of rewards
+            self.rollouts = dict(enumerate(self.scored.rollouts))
+
+    def was_taught(self) -> None:
+        """Take the teacher's numbers over into `scored`, which was made before (`wait_for`)."""
+        if self.scored is not None:
+            rollouts = tuple(self.rollouts[index] for index in range(self.size))
+            self.scored = replace(self.scored, rollouts=rollouts)
 
     @property
     def missing(self) -> list[int]:

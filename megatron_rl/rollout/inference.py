@@ -28,6 +28,7 @@ from megatron_rl.rollout.client.sampling import Sampling, SamplingSettings
 from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.rollout.teacher_turns import TeacherTurns
 from megatron_rl.weights.hf.export import HFStream, HFTensor
 from megatron_rl.weights.sync.push_records import PushReport
 from megatron_rl.weights.sync.servers import Servers, WeightPushError
@@ -114,8 +115,12 @@ class Inference:
     memory: TrainerMemory | None = None
     """With rollout.release_memory, where servers and trainer have the GPUs in alternation.  A side
     allocates only after every rank, or server, of the other side has freed its memory."""
+    turns: TeacherTurns | None = None
+    """The teachers that have GPU memory only while they score."""
     is_serving: bool = True
     """The servers have their GPU memory."""
+    is_training: bool = False
+    """With rollout.release_memory, the trainer has its GPU memory."""
     taken: tuple[list[str], int] | None = None
     """The URLs of the last push, and how many servers had been replaced before it."""
     last_push: PushReport | None = None
@@ -144,6 +149,7 @@ class Inference:
         if self.memory is not None:
             self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
+            self.is_training = False
             dist.barrier(self.group)
         # requests are paused during the push: stop the clock of their deadlines
         with nullcontext() if self.client is None else self.client.clock.paused():
@@ -358,13 +364,27 @@ class Inference:
             raise RuntimeError("no weights are sent without a pusher on every rank")
         return self.pusher
 
-    def give_memory_to_trainer(self) -> None:
-        """Let the servers free their GPU memory until the next push, and restore the trainer's.
+    def release_servers(self) -> None:
+        """Let the servers free their GPU memory until the next push.
 
-        It has no effect without rollout.release_memory, or where the trainer has the memory.
+        It has no effect without rollout.release_memory, or where they have none.
         """
-        if self.memory is None or not self.is_serving:
-            return
-        from_rank_0(lambda: self._own_pusher().release_memory(), self.group)
-        self.memory.restore()
-        self.is_serving = False
+        if self.memory is not None and self.is_serving:
+            from_rank_0(lambda: self._own_pusher().release_memory(), self.group)
+            self.is_serving = False
+
+    def give_memory_to_trainer(self) -> None:
+        """Let servers and teachers free their GPU memory, and restore the trainer's.
+
+        It has no effect without release_memory, or where the trainer has the memory.
+        """
+        self.release_servers()
+        if self.turns is not None:
+            self.turns.release()
+        if self.memory is not None and not self.is_training:
+            self.memory.restore()
+            self.is_training = True
+
+    def turn_seconds(self) -> dict[str, float]:
+        """Return metric -> seconds of the step for the turns of teachers."""
+        return {} if self.turns is None else self.turns.take_seconds()

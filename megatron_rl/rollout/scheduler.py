@@ -212,7 +212,8 @@ class Scheduler:
             drop_older(self.groups if is_new else added, oldest, self.inference.client.counters)
         self._mark_due(share, version)
         if is_new:
-            self._start(share)
+            # only leaders have groups
+            self._start(self.groups, share if self.groups else None, is_open=self.steps_ahead > 0)
         else:
             self.inference.add(added)
         with self.progress(f"{text}: sampling", share) as advance:
@@ -231,6 +232,9 @@ class Scheduler:
         self._take_stats()
         call, self.call = self.call, CallStats()
         self.taken += groups
+        if self.inference.turns is not None:
+            with self.progress(f"{text}: teachers", len(groups)) as advance:
+                self._teach_in_turns(prompts, groups, version, lambda: advance(1))
         closed = [self.close(group) for group in groups]
         plain = without_routes(closed)
         gaps = count_missing_routes(plain, dropped=call.dropped_without_route)
@@ -265,6 +269,8 @@ class Scheduler:
         A prompt that comes twice has two groups.
         """
         teacher = self.cfg.teachers.name_for(prompt.source)
+        if teacher in self.cfg.teachers.in_turns:
+            teacher = ""  # it scores after sampling (_teach_in_turns)
         restored = next((group for group in self.restored if group.prompt is prompt), None)
         if restored is None:
             return Group(prompt, self.cfg.run.group_size, teacher=teacher)
@@ -272,22 +278,51 @@ class Scheduler:
         restored.teacher = teacher
         return restored
 
-    def _start(self, share: int) -> None:
-        """Sample the queue: until a step's share is complete, or until `finish` if sampling goes
-        ahead.
+    def _start(
+        self, groups: Sequence[Group], keep: int | None = None, *, is_open: bool = False
+    ) -> None:
+        """Start a task on these groups: until `keep` of them are complete, or all, or until
+        `finish` if it is open.
         """
         rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
             client.take_stats()  # discard those of evaluation and parity check
         self.inference.start(
-            self.groups,
-            keep=share if self.groups else None,  # only leaders have groups
-            is_open=self.steps_ahead > 0,
+            groups,
+            keep=keep,
+            is_open=is_open,
             temperature=rollout.temperature,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=self.stop_token_ids,
             truncation=rollout.truncation,
         )
+
+    def _teach_in_turns(
+        self,
+        prompts: Sequence[Prompt],
+        groups: Sequence[Group],
+        version: int,
+        advance: Callable[[], None],
+    ) -> None:
+        """Let the teachers that have GPU memory only while they score do so, one after the other.
+
+        prompts: those of all replicas.  groups: this leader's, which are sampled: a task on them
+        asks their teacher alone.
+        """
+        turns, name_for = self.inference.turns, self.cfg.teachers.name_for
+        assert turns is not None and self.inference.pending is None, "sampling has not ended"
+        wanted = {name_for(prompt.source) for prompt in prompts}
+        with turns.timed("teacher/turn_seconds"):
+            self.inference.release_servers()
+            for name in (name for name in turns.names if name in wanted):
+                turns.wake(name)
+                taught = [group for group in groups if name_for(group.prompt.source) == name]
+                for group in taught:
+                    group.wait_for(name)
+                self._start(taught)
+                self.inference.wait(version, advance)
+                for group in taught:
+                    group.was_taught()
 
     def _mark_due(self, share: int, version: int) -> None:
         """Mark the groups that would be too old for the next step, at most as many as this step

@@ -45,7 +45,8 @@ from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.rollout.saved.rollout_recorder import forget_steps
-from megatron_rl.trainer.build_inference import find_teachers, make_inference
+from megatron_rl.trainer.build_inference import make_inference
+from megatron_rl.trainer.build_teachers import find_teachers
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
@@ -240,13 +241,14 @@ def make_source(
             tokenizer=inputs.tokenizer,
             recorder=recorder,
         )
+    turns = None
     if cfg.teachers.with_servers:  # before the student's servers, which take minutes to start
         # a stage of its own: each of the two may take as long as the watchdog allows
         services.meter.enter("starting or finding teachers")
         prompts = inputs.prompts.prompts
-        cfg = find_teachers(cfg, engine.spec, parallel, prompts, stack, services.console)
+        cfg, turns = find_teachers(cfg, engine, prompts, stack, services.console)
     services.meter.enter("starting or finding servers")
-    inference, leader = make_inference(cfg, services, engine, inputs.tokenizer, stack)
+    inference, leader = make_inference(cfg, services, engine, inputs.tokenizer, stack, turns)
     services.watch(inference)
     return LiveRollouts(
         cfg=cfg,
@@ -293,7 +295,7 @@ def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
 
     Collective: rank 0 checks the GPUs.
     """
-    check_can_release(cfg.rollout.release_memory, parallel.device.type)
+    check_can_release(cfg, parallel.device.type)
     spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
     check_core(spec, cfg)

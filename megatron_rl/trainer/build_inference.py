@@ -26,11 +26,9 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.fit import length_problems, queue_problems
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import Prompt
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.teacher_check import check_teachers
 from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.inference import Inference, Pusher
 from megatron_rl.rollout.server.adapter_slots import check_slots, max_age, slot_options
@@ -46,7 +44,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.rollout.server.teacher_servers import checkpoint_problems, start_teachers
+from megatron_rl.rollout.teacher_turns import TeacherTurns
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.hf.adapter_export import export_adapters, slot_weights
@@ -65,6 +63,7 @@ def make_inference(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
+    turns: TeacherTurns | None = None,
 ) -> tuple[Inference, Leader | None]:
     """Start or find the servers, check them, and make the client of this rank.  Collective.
 
@@ -78,10 +77,7 @@ def make_inference(
     server_pool = make_server_pool(cfg, parallel, console) if starts_servers else None
     memory = engine.offload if cfg.rollout.release_memory else None
     if memory is not None:
-        # on all ranks before any server allocates: they are on the same GPUs
-        memory.free_training()
-        memory.free_weights()
-        dist.barrier(parallel.host_group)
+        leave_gpus(engine)
     servers = from_rank_0(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console),
         parallel.host_group,
@@ -99,11 +95,20 @@ def make_inference(
         dtype=servers.dtype,
         group=parallel.host_group,
         memory=memory,
+        turns=turns,
     )
     # runs before the pusher closes and the servers end: callbacks run in reverse order
     stack.callback(inference.stop)
     inference.give_memory_to_trainer()
     return inference, leader
+
+
+def leave_gpus(engine: Engine) -> None:
+    """Free the trainer's memory, before servers start on the same GPUs.  Collective."""
+    engine.offload.free_training()
+    engine.offload.free_weights()
+    # on all ranks before any server allocates
+    dist.barrier(engine.parallel.host_group)
 
 
 def check_room(cfg: Config, spec: ModelSpec, parallel: Parallel) -> None:
@@ -230,35 +235,6 @@ def make_leader(
     rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.key_variables))
     client.trace = rewards.trace = services.trace
     return Leader(client, rewards, services.recording.recorder(cfg, parallel))
-
-
-def find_teachers(
-    cfg: Config,
-    spec: ModelSpec,
-    parallel: Parallel,
-    prompts: Sequence[Prompt],
-    stack: ExitStack,
-    console: Console,
-) -> Config:
-    """Start or find the teachers' servers and check them; return the configuration with their
-    addresses.  Collective.
-    """
-
-    def find() -> tuple[dict[str, tuple[str, ...]], list[str]]:
-        if problems := list(checkpoint_problems(cfg, spec.vocab_size)):
-            raise ValueError("\n".join(problems))
-        urls = start_teachers(cfg, device_type(parallel), stack, console.log)
-        return urls, check_teachers(with_addresses(cfg, urls), spec, prompts)
-
-    urls, lines = from_rank_0(find, parallel.host_group)
-    for line in lines:
-        console.log(line)
-    return with_addresses(cfg, urls)
-
-
-def with_addresses(cfg: Config, urls: Mapping[str, tuple[str, ...]]) -> Config:
-    """Return the configuration with the addresses of the teachers in `urls`."""
-    return cfg.model_copy(update={"teachers": cfg.teachers.at(urls)})
 
 
 def make_teachers(cfg: Config, spec: ModelSpec) -> Teachers | None:

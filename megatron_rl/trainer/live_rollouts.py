@@ -206,7 +206,7 @@ class LiveRollouts(RolloutSource):
             if (teachers := self.leader.client.teachers) is not None:
                 count_requests_to_teachers(self.meter.sums, teachers, self.parallel)
         if self.parallel.rank == 0:  # the same on every rank
-            for name, value in self.prompts.metrics().items():
+            for name, value in (self.prompts.metrics() | self.inference.turn_seconds()).items():
                 self.meter.sums.add(name, value, 1)
         restarts = self.inference.restarts
         self.meter.sums.add_total("rollout/server_restarts_total", restarts)

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,12 @@ from megatron_rl.config import load_config
 from megatron_rl.config.sections import Teacher
 from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.teacher_check import check_teachers
+from megatron_rl.rollout.client.teacher_check import check_teachers, probe
 from megatron_rl.rollout.client.teachers import TeacherClient
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.server.server_info import ServerError
+from megatron_rl.rollout.teacher_turns import SleepingTeacher
+from megatron_rl.weights.sync.servers import Servers
 from tests.e2e import test_train as runs_of
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes, hf_model
 from tests.tiny import random_checkpoint
@@ -66,6 +69,33 @@ def test_a_real_server_scores_as_transformers(sglang_server, tiny_checkpoint, ro
     assert any((rollout.tokens == 63).any() for rollout in texts), "the last id of the vocabulary"
     for rollout in scored:
         assert_scored_by(tiny_checkpoint, rollout)
+
+
+def test_a_real_server_scores_the_same_when_it_has_its_memory_back(
+    sglang_server, tiny_checkpoint, rollout_config
+):
+    """On the CPU it keeps its memory; what is tested are the calls, and that it serves again."""
+    texts = [random_rollout("a", 40, 1), random_rollout("b", 200, 5)]
+    text = texts[0].tokens.tolist()
+    servers = Servers([sglang_server.url], {}, 60.0)
+
+    def score_text() -> np.ndarray:
+        with httpx.Client(base_url=sglang_server.url, timeout=60.0) as http:
+            return probe(http, text, TINY_SPEC)
+
+    async def score() -> list[Rollout]:
+        teacher = TeacherClient("t", Teacher(urls=(sglang_server.url,)), rollout_config, 64)
+        async with teacher.serving():
+            return await asyncio.gather(*map(teacher.score, texts))
+
+    sleeper = SleepingTeacher("t", servers, score_text)
+    assert sleeper.expected is not None and len(sleeper.expected) == 39
+    for _ in range(3):
+        sleeper.release()
+        sleeper.wake()
+        for rollout in asyncio.run(score()):
+            assert_scored_by(tiny_checkpoint, rollout)
+    servers.close()
 
 
 @pytest.mark.parametrize("top_k", [4, 64])

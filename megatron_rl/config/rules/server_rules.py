@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from megatron_rl.config.all_sections import AllSections
 from megatron_rl.config.rules.server_gpus import check_sizes_of_servers
 from megatron_rl.config.sections import RolloutConfig
 from megatron_rl.config.sglang_settings import (
@@ -171,10 +172,13 @@ def is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def check_can_release(release_memory: bool, device: str) -> None:
+def check_can_release(cfg: AllSections, device: str) -> None:
     """Raise ValueError for a device on which SGLang cannot release memory."""
-    if release_memory and device == "cpu":
+    sections = ["rollout"] if cfg.rollout.release_memory else []
+    sections += [f"teachers.{name}" for name in cfg.teachers.in_turns]
+    if sections and device == "cpu":
         raise ValueError(
-            "rollout.release_memory = true needs a GPU: SGLang's --enable-memory-saver remaps CUDA "
-            "memory, on the CPU its servers answer and keep what they have; remove the key"
+            f"{sections[0]}.release_memory = true needs a GPU: SGLang's --enable-memory-saver"
+            " remaps CUDA memory, on the CPU its servers answer and keep what they have; remove"
+            " the key"
         )

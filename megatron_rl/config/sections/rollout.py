@@ -92,8 +92,8 @@ class RolloutConfig(Section):
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included, without pauses by weight_update = in_place."""
     weight_sync_timeout_seconds: AboveZero = 600.0
-    """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint); a server that
-    takes longer is named."""
+    """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint), or of one for
+    release_memory; a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     """Time to connect to a server."""
     idle_timeout_seconds: AboveZero = 60.0

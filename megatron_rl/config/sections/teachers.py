@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,11 @@ class Teacher(Section):
     training rank and no other server may use them."""
     server_args: tuple[str, ...] = ()
     """Further options of SGLang's command line for the server of path."""
+    release_memory: bool = False
+    """The server of path has GPU memory only while it scores: when a step's responses are sampled,
+    before the update, one teacher after the other.  So such teachers may have the same gpus, with
+    rollout.release_memory also those of training ranks and rollout servers.  Needs a GPU, and
+    nothing that is sampled ahead.  Not run so far on GPUs."""
     sources: tuple[str, ...] = ()
     """Sources of data.train whose responses it scores; may be left out where it is the only
     teacher, which then scores all."""
@@ -80,9 +85,12 @@ class Teacher(Section):
                 f"urls = {list(self.urls)} with path = {self.path}: a run attaches to running"
                 " servers or starts one of path; remove one of them"
             )
-        for key in ("gpus", "server_args"):
-            if self.path is None and (value := getattr(self, key)):
-                yield f"{key} = {list(value)} has no effect without path; set path, or remove it"
+        values = {"gpus": list(self.gpus), "server_args": list(self.server_args)}
+        values["release_memory"] = self.release_memory
+        for key, value in values.items():
+            if self.path is None and value:
+                text = "true" if value is True else value
+                yield f"{key} = {text} has no effect without path; set path, or remove it"
         if not self.is_served and (
             self.beta != 1.0 or self.beta_end is not None or self.teach != "all"
         ):
@@ -117,6 +125,17 @@ class TeachersConfig(Section):
     def with_servers(self) -> dict[str, Teacher]:
         """The teachers by name."""
         return {name: teacher for name, teacher in self.by_name.items() if teacher.is_served}
+
+    @property
+    def in_turns(self) -> tuple[str, ...]:
+        """The names of the teachers whose servers have GPU memory only while they score."""
+        teachers = self.with_servers.items()
+        return tuple(name for name, teacher in teachers if teacher.release_memory)
+
+    def only(self, names: Collection[str]) -> TeachersConfig:
+        """Return the tables with these names."""
+        tables = {name: self.by_name[name] for name in names}
+        return TeachersConfig.model_validate(tables)
 
     def at(self, urls: Mapping[str, tuple[str, ...]]) -> TeachersConfig:
         """Return the teachers, those in `urls` with the addresses of their running servers."""

@@ -36,8 +36,7 @@ def check_teachers(cfg: Config, spec: ModelSizes, prompts: Sequence[Prompt]) -> 
     """
     lines: list[str] = []
     for name, teacher in cfg.teachers.with_servers.items():
-        texts = (p.token_ids for p in prompts if cfg.teachers.name_for(p.source) == name)
-        text = next((ids[:PROBE_TOKENS] for ids in texts if len(ids) > 1), None)
+        text = text_for(cfg, name, prompts)
         setting = f"teachers.{name}.api_key_env"
         try:
             for line in server_lines(cfg, spec, teacher, setting, text):
@@ -46,6 +45,15 @@ def check_teachers(cfg: Config, spec: ModelSizes, prompts: Sequence[Prompt]) -> 
             of_teacher = str(error).replace("rollout.api_key_env", setting)
             raise ServerError(f"teacher {name}: {of_teacher}") from error
     return lines
+
+
+def text_for(cfg: Config, name: str, prompts: Sequence[Prompt]) -> Sequence[int] | None:
+    """Return the token ids that check a teacher: the beginning of a prompt of its sources.
+
+    None where none of them has two tokens.
+    """
+    texts = (p.token_ids for p in prompts if cfg.teachers.name_for(p.source) == name)
+    return next((ids[:PROBE_TOKENS] for ids in texts if len(ids) > 1), None)
 
 
 def server_lines(

@@ -187,16 +187,15 @@ class WeightPusher:
         # only after the weights, to keep the peak of memory low
         self._resume_memory(TO_SERVE)
         self.servers.set_version(version_name(version, self.run))
-        self.servers.post("/continue_generation", {})
+        self.servers.continue_serving()
 
     def release_memory(self) -> None:
         """Let the servers free their GPU memory until the next push.  Called on rank 0.
 
-        Meanwhile they serve nothing.  They need --enable-memory-saver.
+        Meanwhile they serve nothing.
         """
-        self._pause()
         self.is_whole = False  # they free their weights, too
-        self.servers.post("/release_memory_occupation", {"tags": [*TO_LOAD, *TO_SERVE]})
+        self.servers.release_memory()
         self.released = {tags: set(self.servers.urls) for tags in self.released}
 
     def set_urls(self, urls: Sequence[str]) -> None:
@@ -243,7 +242,7 @@ class WeightPusher:
         """Pause, flush and check the servers on rank 0, and let them take weights."""
         if keep_requests:
             self.servers.post("/pause_generation", {"mode": "in_place"})
-        refused = 0 if keep_requests else self._pause()
+        refused = 0 if keep_requests else self.servers.pause()
         restarted = self._check_servers()
         # before the weights arrive; the cache only after them, to keep the peak low
         self._resume_memory(TO_LOAD)
@@ -365,11 +364,6 @@ class WeightPusher:
 
         self.ranks.together(add_all, WeightPushError)
         return digests
-
-    def _pause(self) -> int:
-        """Abort all requests and empty the caches; return how often a flush was refused."""
-        self.servers.post("/pause_generation", {"mode": "abort"})
-        return sum(self.servers.each(self.servers.flush_until_accepted))
 
     def _resume_memory(self, tags: tuple[str, ...]) -> None:
         """Resume memory on the servers that released it and are still in use.

@@ -123,6 +123,24 @@ class Servers:
         finally:
             self.unanswered.discard(url + path)
 
+    def pause(self) -> int:
+        """Abort all requests and empty the caches; return how often a flush was refused."""
+        self.post("/pause_generation", {"mode": "abort"})
+        return sum(self.each(self.flush_until_accepted))
+
+    def release_memory(self) -> None:
+        """Let the servers free their GPU memory, after a pause that `continue_serving` ends.
+
+        They need --enable-memory-saver.  Their weights are lost, unless they keep a copy on the
+        host (--enable-weights-cpu-backup).
+        """
+        self.pause()
+        self.post("/release_memory_occupation", {"tags": [*TO_LOAD, *TO_SERVE]})
+
+    def continue_serving(self) -> None:
+        """End a pause."""
+        self.post("/continue_generation", {})
+
     def flush_until_accepted(self, url: str) -> int:
         """Empty the prefix cache; return how often the server refused before."""
         deadline = time.monotonic() + self.timeout

@@ -45,6 +45,15 @@ def test_a_teacher_may_move_to_other_servers_and_nothing_else_of_it_may_change()
         check_changes(before, config(), "here")
 
 
+def test_a_teacher_may_begin_to_share_its_gpus():
+    """A checkpoint from before the setting existed has no value of it."""
+    before = saved(teachers={"math": {"path": "t"}})
+    del before["teachers"]["math"]["release_memory"]
+    check_changes(before, config(teachers={"math": {"path": "t"}}), "here")
+    now = config(teachers={"math": {"path": "t", "release_memory": True, "gpus": [1]}})
+    assert "teachers.math.release_memory" in check_changes(before, now, "here")
+
+
 def test_place_layout_and_order_of_summation_are_free():
     now = config(
         run={"name": "other", "num_steps": 99, "max_tokens_per_micro_batch": 7},

@@ -52,6 +52,7 @@ def test_its_server_has_the_options_of_its_table_and_not_the_students():
     [
         ({"path": "t", "urls": [URL]}, "a run attaches to running servers or starts one of path"),
         ({"urls": [URL], "gpus": [1]}, "gpus = [1] has no effect without path"),
+        ({"urls": [URL], "release_memory": True}, "release_memory = true has no effect without"),
         ({"urls": [URL], "server_args": ["--a"]}, "server_args = ['--a'] has no effect without"),
         ({"path": "t", "gpus": [1, 1]}, "teachers.math: gpus = [1, 1] must be distinct"),
         ({"path": "t", "server_args": ["--port", "1"]}, "teachers.math: server_args has --port"),
@@ -67,11 +68,74 @@ def test_wrong_settings_of_its_server_are_refused(table, message):
         load(teachers={"math": table}, rollout={"gpus": [0, 1]})
 
 
-def test_two_teachers_do_not_share_a_gpu():
+def two_teachers(**more):
     sources = [{"name": "a", "path": "a"}, {"name": "b", "path": "b"}]
     tables = {name: {"path": name, "gpus": [5], "sources": [name]} for name in "ab"}
+    tables["b"] |= more
+    return {"data": {"train": sources}, "teachers": tables}
+
+
+IN_TURN = {"release_memory": True, "weight_sync": "colocated", "max_server_restarts": 0}
+
+
+def test_teachers_share_gpus_if_all_that_use_them_release_their_memory():
+    sections = two_teachers(release_memory=True)
+    with pytest.raises(ConfigError, match=r"teachers.b.*GPU 5 is in teachers.a.gpus.*in turn"):
+        load(**sections)
+    sections["teachers"]["a"]["release_memory"] = True
+    assert load(**sections).teachers.in_turns == ("a", "b")
+    with pytest.raises(ConfigError, match=r"GPU 5 is in rollout.gpus.* true of rollout and of"):
+        load(**sections, rollout={"gpus": [5]})
+    cfg = load(**sections, rollout={"gpus": [5]} | IN_TURN)
+    check_teacher_gpus(cfg, 8, 8, {})
+    alone = load(**sections)
+    with pytest.raises(ValueError, match=r"ranks run on GPU 5 .*release_memory = true of rollout"):
+        check_teacher_gpus(alone, 8, 8, {})
+    running = cfg.teachers.at({"a": (URL,)})
+    assert running.in_turns == ("a", "b") and running.only(["a"]).by_name["a"].urls == (URL,)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (
+            {"max_staleness": 1},
+            "teachers.math.release_memory = true with rollout.max_staleness = 1",
+        ),
+        (
+            {"max_staleness": 2, "partial": "resume", "over_sample": 1, "weight_update": "abort"},
+            "with rollout.max_staleness = 2, partial = resume",
+        ),
+        ({"max_staleness": 1, "partial": "resume", "over_sample": 1}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_teacher_in_turns_scores_when_nothing_is_sampled(rollout, message):
+    sections = {"teachers": {"math": {"path": "t", "gpus": [1], "release_memory": True}}}
+    if not message:
+        assert load(rollout=rollout, **sections).rollout.steps_ahead == 0
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(rollout=rollout, **sections)
+
+
+def test_a_teacher_in_turns_needs_a_gpu_and_keeps_its_weights_on_the_host():
+    table = {"path": "t", "release_memory": True}
+    with pytest.raises(ConfigError, match=r"teachers.math.release_memory = true needs a GPU"):
+        load(run={"device": "cpu"}, teachers={"math": table})
+    cfg = load(teachers={"math": table | {"server_args": ["--log-requests"]}})
+    rollout = server_settings(cfg.teachers.by_name["math"], cfg.rollout)
+    command = server_command(
+        Path("t"), rollout.model_copy(update={"dtype": "float32"}), port=1, device="cuda", seed=0,
+        want_routes=False,
+    )  # fmt: skip
+    options = ["--enable-memory-saver", "--enable-weights-cpu-backup", "--log-requests"]
+    assert command[-3:] == options
+
+
+def test_two_teachers_do_not_share_a_gpu():
     with pytest.raises(ConfigError, match=r"teachers.b.gpus = \[5\]: GPU 5 is in teachers.a.gpus"):
-        load(data={"train": sources}, teachers=tables)
+        load(**two_teachers())
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Rates, read_assumptions
 from megatron_rl.plan.host_memory import REMEDIES, HostBytes, check_host_memory, host_bytes
 from megatron_rl.plan.lengths import lengths_of
-from megatron_rl.plan.phases import fullest
+from megatron_rl.plan.phases import fullest, phases
 from megatron_rl.plan.report_sections import server_lines, time_lines
 from megatron_rl.plan.search import Search
-from megatron_rl.plan.server_time import score_seconds
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, score_seconds
 from megatron_rl.plan.training_time import TrainingModel
 
 SPEC = find_spec("qwen3-30b-a3b")
@@ -99,6 +99,49 @@ def test_the_report_has_the_seconds_of_a_teacher_that_the_run_serves():
     ]
     few = lines([8], group_size=64)
     assert "on 1 device scores" in few[0] and few[1].startswith("WARNING      teacher big takes ")
+
+
+def test_teachers_in_turns_count_as_the_largest_and_their_seconds_to_the_step():
+    gpus = [*range(8)]
+    table = {"path": "qwen3-30b-a3b", "gpus": gpus, "release_memory": True}
+    rollout = {
+        "gpus": gpus, "weight_sync": "colocated", "release_memory": True, "max_server_restarts": 0,
+        "max_response_tokens": 32_768, "max_total_tokens": 65_536, "num_servers": 4,
+    }  # fmt: skip
+    alone = config(rollout=rollout)
+    sources = [{"name": name, "path": "x"} for name in "ab"]
+    teachers = {name: table | {"sources": [name]} for name in "ab"}
+    teachers["b"]["path"] = "qwen3-235b-a22b"
+    cfg = config(rollout=rollout, teachers=teachers, data={"train": sources})
+    left, assumed = int(2.0 * GIB), Assumptions()
+
+    def sizes(cfg):
+        return {phase.name: phase for phase in phases(SPEC, cfg, 8, H100, assumed, 1)}
+
+    before, after = sizes(alone), sizes(cfg)
+    for name, phase in before.items():
+        # two more processes that keep some memory
+        assert after[name] == replace(phase, servers=phase.servers + 2 * left)
+    assert set(after) - set(before) == {"scoring by teacher a", "scoring by teacher b"}
+    model = DecodeModel(find_spec("qwen3-235b-a22b"), ServerPlan(1, 8), H100, assumed)
+    cache = int(model.weight_bytes() + cfg.rollout.max_total_tokens * model.cache_bytes())
+    phase = after["scoring by teacher b"]
+    assert (phase.trainer, phase.servers, phase.exact) == (left, cache + 3 * left, cache)
+    few = config(rollout=rollout, teachers={"b": teachers["b"] | {"gpus": [0], "sources": []}})
+    with pytest.raises(ValueError, match=r"scoring by teacher b: .*: give it more of teachers.b"):
+        report(few, 8)
+    text = report(cfg, 8)
+    assert "its weights wait in host memory while it does not score" in text
+    assert text.count("scores all prompts and responses, when all are sampled") == 2
+    specs = [find_spec(teacher["path"]) for teacher in teachers.values()]
+    seconds = sum(score_seconds(cfg, spec, 8, H100, assumed) for spec in specs)
+    assert step_seconds(cfg) == pytest.approx(step_seconds(alone) + seconds, abs=0.2)
+
+
+def step_seconds(cfg):
+    trainer = TrainingModel(SPEC, cfg, 8, H100, Assumptions())
+    (line,) = [line for line in time_lines(trainer) if line.startswith("a step")]
+    return float(line.split()[2])
 
 
 def test_the_host_has_routes_a_save_and_what_is_offloaded():

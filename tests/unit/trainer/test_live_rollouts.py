@@ -81,7 +81,7 @@ def live(tmp_path):
             return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
 
         inference = SimpleNamespace(
-            is_serving=True, dtype="bfloat16", restarts=0,
+            is_serving=True, dtype="bfloat16", restarts=0, turn_seconds=dict,
             give_memory_to_trainer=calls.note("release"),
             push=calls.note("push"), last_push=None,
             generate=lambda prompts, count, **settings: (

@@ -341,7 +341,7 @@ def test_rollouts_come_from_servers_or_from_a_run(monkeypatch, tmp_path, save_te
     )  # fmt: skip
     assert calls == [
         ("meter.enter", ("starting or finding servers",), {}),
-        ("inference", (cfg, shared, engine, "tokenizer", "stack"), {}),
+        ("inference", (cfg, shared, engine, "tokenizer", "stack", None), {}),
         ("services.watch", ("inference",), {}),
     ]
 
@@ -355,17 +355,18 @@ def test_teachers_are_found_in_a_stage_of_their_own_and_their_addresses_used(mon
     shared = Recorded(calls, "services")
     shared.meter, shared.console = Recorded(calls, "meter"), "console"
     shared.recording = SimpleNamespace(events="events")
-    monkeypatch.setattr(build, "find_teachers", calls.note("teachers", found))
+    monkeypatch.setattr(build, "find_teachers", calls.note("teachers", (found, "turns")))
     monkeypatch.setattr(build, "make_inference", calls.note("inference", ("inference", "leader")))
     monkeypatch.setattr(LiveRollouts, "__post_init__", lambda self: None)
     live = build.make_source(cfg, shared, inputs, engine, "stack", None)
     assert live.cfg == found and [name for name, _, _ in calls] == [
         "meter.enter", "teachers", "meter.enter", "inference", "services.watch",
     ]  # fmt: skip
-    assert calls[1][1] == (cfg, "spec", "parallel", PROMPTS, "stack", "console")
+    assert calls[1][1] == (cfg, engine, PROMPTS, "stack", "console")
     assert [calls[place][1][0] for place in (0, 2, 3)] == [
         "starting or finding teachers", "starting or finding servers", found,
     ]  # fmt: skip
+    assert calls[3][1][-1] == "turns"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -384,7 +385,7 @@ def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, de
     build.check_start(cfg, parallel, has_servers=has_servers)
     gpus = ("check_gpus", (spec, cfg, 4, "this machine"), {"has_servers": has_servers})
     assert calls == [
-        ("check_can_release", (cfg.rollout.release_memory, device), {}), ("check_layout", (spec,
+        ("check_can_release", (cfg, device), {}), ("check_layout", (spec,
         cfg, 4), {}),
         ("check_core", (spec, cfg), {}), *([("rank 0", (), {}), gpus] if device == "cuda" else []),
     ]  # fmt: skip
