@@ -23,8 +23,8 @@ learned from where it was sampled, once.
 from __future__ import annotations
 
 import math
-import operator
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from functools import cached_property
 from numbers import Real
 from typing import cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
@@ -195,10 +196,10 @@ class Session:
             )
         # token ids that continue the first sequence belong to it; others start a sequence
         ids, branch = self.check_tokens(parts, "given"), self._first
-        if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
+        if ids and not branch.starts(ids, size := branch.next_input.end):
             branch = self.branch(ids)
         elif ids:
-            branch.observe(ids[len(branch.token_ids) :])
+            branch.observe(ids[size:])
         return await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
 
     @cached_property
@@ -353,18 +354,20 @@ class Session:
                 f"rollout {self.name}: the episode is finished; no sequence of it can be continued"
             )
 
-    def check_tokens(self, tokens: Sequence[object], what: str) -> list[int]:
+    def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]:
         """Return `tokens` as ints.  Raises EpisodeError for a value that is no token id (the digits
         of a text are none), and for one outside the vocabulary, which kills an SGLang server.
         """
         try:
-            ids = [operator.index(cast("int", token)) for token in tokens]
-        except TypeError as error:
+            # a list, as an array would take bytes for the memory of its values
+            ids = array("q", cast("list[int]", list(tokens)))
+        except (TypeError, OverflowError) as error:
             raise EpisodeError(
                 f"rollout {self.name}: {what}: must be integers, got {tokens!r:.80}: {error}"
             ) from error
-        wrong = [token for token in ids if not 0 <= token < self.vocab_size]
-        if wrong:
+        values = np.asarray(ids)
+        wrong = values[(values < 0) | (values >= self.vocab_size)]
+        if wrong.size:
             raise EpisodeError(
                 f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has"
                 f" {self.vocab_size}"
