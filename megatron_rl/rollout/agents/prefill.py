@@ -47,7 +47,7 @@ class Prefill:
         response: Sequence[int],
         after: str,
         tools: Sequence[Schema],
-        name: str,
+        name: str = "",
     ) -> Reply:
         """Parse the turn of this text and `response`; return the part of it that follows the text.
 

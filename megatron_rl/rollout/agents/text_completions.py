@@ -30,13 +30,14 @@ def is_prompt(value: object) -> bool:
     if isinstance(value, str):
         return True
     # the type itself: true and false are no token ids
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def as_prompts(value: object) -> list[RawPrompt]:
     """Return the prompts of a request, which may have one or a list of them."""
-    prompts = [value] if is_prompt(value) else value
-    if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
+    prompts = [value] if (is_one := is_prompt(value)) else value
+    is_list = isinstance(prompts, list) and bool(prompts)
+    if not is_list or not (is_one or all(map(is_prompt, prompts))):
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of either")
     if len(prompts) > MOST_PROMPTS:
         rule = f"{len(prompts)} prompts: a request may have {MOST_PROMPTS}"
