@@ -71,7 +71,7 @@ def serve(letter: int, end: int) -> None:
                 body = orjson.loads(await reader.readexactly(size))
                 sample: dict[str, Any] = {"output_ids": ids}
                 sample["meta_info"] = {**meta, "id": f"{body['rid']}_0"}
-                if body["return_routed_experts"]:
+                if body.get("return_routed_experts"):
                     rows = len(body["input_ids"][0]) + SAMPLED - 1
                     rows -= body.get("routed_experts_start_len", 0)
                     if rows not in known:

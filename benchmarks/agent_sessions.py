@@ -9,7 +9,8 @@ vocabulary of VOCABULARY, so that no two of them share an object in Python.
 memory  so many sessions of KNOWN tokens with 48 x 8 routes are open at the same time: a prompt,
         then turns of 256 sampled tokens and observations of 1,024.  What the process holds more
         than before they began (resident memory), in all and by the arrays: tokens (int64),
-        log-probs (float32), versions (int32) and routes (uint8)
+        log-probs (float32), versions (int32) and routes (uint8).  In use: what is left of it when
+        the C library has returned what it keeps free
 block   so many sessions begin with KNOWN tokens and have two turns, without routes, all at the same
         time.  The longest CPU time of one callback in the event loop's thread: nothing else of the
         loop runs meanwhile
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
 import sys
@@ -68,7 +70,8 @@ def make_client(url: str, rollout: Any, *, routes: bool) -> Any:
     return RolloutClient([url], cfg, spec=spec, want_routes=routes, episodes=runner)
 
 
-async def run(client: Any, count: int, prompt_tokens: int) -> None:
+async def run(client: Any, count: int, prompt_tokens: int) -> list[Any]:
+    """Return the groups."""
     from megatron_rl.records import Prompt
     from megatron_rl.rollout.client.sampling import Sampling
     from megatron_rl.rollout.group import Group
@@ -77,13 +80,14 @@ async def run(client: Any, count: int, prompt_tokens: int) -> None:
     groups = [Group(Prompt(str(index), "", ids, ""), 8) for index in range(count // 8)]
     sampling = Sampling(1.0, 1 << 20, [VOCABULARY - 1], policy_version=0)
     await client._generate(groups, sampling, len(groups), None, None)
+    return groups
 
 
 def measure_memory(url: str, count: int) -> str:
     """Return the line of memory."""
     process, full, arrays = psutil.Process(), asyncio.Event(), [0]
     waiting: list[Any] = []
-    resident = [0]
+    resident = [0, 0]
 
     async def rollout(session: Any, prompt: Any) -> Any:
         while True:
@@ -98,12 +102,10 @@ def measure_memory(url: str, count: int) -> str:
         if len(waiting) == count:
             gc.collect()
             resident[0] = process.memory_info().rss
-            if True:
-                import ctypes
-                ctypes.CDLL("libc.so.6").malloc_trim(0)
-                print("trimmed", (process.memory_info().rss - before)/count/2**20, file=sys.stderr)
-                print("pytoken", sum(sys.getsizeof(t.token_ids)+sys.getsizeof(t.logprobs)+len(t.token_ids)*56 for t in session.turns)/2**20, file=sys.stderr)
-                print("parts", sum(a.nbytes if a.base is None else a.base.nbytes for p in session._first.parts for a in (p.tokens,p.rollout_logprobs,p.policy_versions,p.routed_experts))/2**20, file=sys.stderr)
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+            resident[1] = process.memory_info().rss
             full.set()
         await full.wait()
         return session.finish(1.0)
@@ -112,8 +114,12 @@ def measure_memory(url: str, count: int) -> str:
     gc.collect()
     before = process.memory_info().rss
     asyncio.run(run(client, count, 400))
-    held, least = (resident[0] - before) / count / 2**20, arrays[0] / count / 2**20
-    return f"| {count} | {held:.2f} | {least:.2f} | {held / least:.2f} |"
+    least = arrays[0] / count / 2**20
+    cells = [
+        f"{value:.2f} | {value / least:.2f}"
+        for value in ((after - before) / count / 2**20 for after in resident)
+    ]
+    return f"| {count} | {least:.2f} | {' | '.join(cells)} |"
 
 
 def measure_block(url: str, count: int) -> str:
@@ -139,11 +145,16 @@ def measure_block(url: str, count: int) -> str:
 
     async def both() -> float:
         await run(client, 16, KNOWN)  # loads modules and starts threads
+        gc.collect()
         postpone_full_collections()
         asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+        await asyncio.sleep(0)  # what follows is in a callback that is measured
         begin = time.process_time()
-        await run(client, count, KNOWN)
-        return time.process_time() - begin
+        groups = await run(client, count, KNOWN)
+        seconds = time.process_time() - begin
+        asyncio.events.Handle._run = original  # type: ignore[method-assign]
+        del groups  # in no callback that is measured
+        return seconds
 
     seconds = asyncio.run(both())
     print(longest[0][1][:300], file=sys.stderr)
@@ -159,7 +170,8 @@ def main() -> None:
     args = parser.parse_args()
     with server(FIRST, VOCABULARY - 1) as url:
         if args.memory:
-            print("| open sessions | MiB each | MiB of arrays | ratio |\n|---|---|---|---|")
+            print("| sessions | arrays, MiB each | resident | ratio | in use | ratio |")
+            print("|---|---|---|---|---|---|")
             print(measure_memory(url, args.memory), flush=True)
         if args.block:
             print("\n| sessions | longest block, ms | CPU ms per turn |\n|---|---|---|")

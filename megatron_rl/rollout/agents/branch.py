@@ -236,6 +236,10 @@ class Branch:
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         self._session.ended(self)
 
+    def release(self) -> None:
+        """Forget the records of the turns."""
+        self.parts, self._asked = [], None
+
     def drop(self) -> int:
         """Forget the turn that was sampled and is not accepted; returns its number of tokens."""
         dropped, self._is_busy, self._asked = self._unaccepted, False, None
@@ -338,16 +342,12 @@ class Branch:
         self.rewards[place] += float(reward)
 
     @property
-    def result(self) -> Rollout | None:
-        """`rollout` with the rewards and messages of its turns."""
-        if (rollout := self.rollout) is None:
+    def result(self) -> Callable[[], Rollout] | None:
+        """What joins the turns up to now, with their rewards and messages; None without a turn."""
+        if not self.parts:
             return None
-        rewards = tuple(self.rewards)
-        if rewards:
-            # the last turns may have got none, and every turn has one in the record
-            rewards += (0.0,) * (rollout.num_turns - len(rewards))
         messages = tuple(self._messages) if self._session.chat is not None else ()
-        return rollout.with_episode(turn_rewards=rewards, messages=messages)
+        return partial(with_rewards, tuple(self.parts), tuple(self.rewards), messages)
 
     def _room(self) -> tuple[int, str]:
         """Return (tokens, setting): the room that the tightest limit leaves, and its setting."""
@@ -395,3 +395,13 @@ class Branch:
             )
         start = self.turns[-1].num_prompt_tokens
         return session.chat.extend(self.span(self._window, start), self.span(start), messages)
+
+
+def with_rewards(
+    parts: Sequence[Rollout], rewards: tuple[float, ...], messages: tuple[Message, ...]
+) -> Rollout:
+    """Return the sequence of these turns; the last ones may have got no reward."""
+    rollout = join_parts(*parts)
+    if rewards:  # every span has one in the record
+        rewards += (0.0,) * (rollout.num_turns - len(rewards))
+    return rollout.with_episode(turn_rewards=rewards, messages=messages)

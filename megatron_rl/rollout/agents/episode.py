@@ -116,11 +116,17 @@ class Access:
 class Episode:
     """A finished episode."""
 
-    rollout: Rollout
+    join: Callable[[], Rollout] = field(repr=False)
+    """Joins the records of the turns."""
     reward: float | None = None
     """None leaves it to the reward function."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Averaged over episodes and logged as episode/NAME."""
+
+    @cached_property
+    def rollout(self) -> Rollout:
+        """The record of the episode."""
+        return self.join()
 
 
 @dataclass(frozen=True)

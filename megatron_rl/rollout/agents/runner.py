@@ -36,6 +36,9 @@ from megatron_rl.rollout.client.request import RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
 
+JOINED_BYTES = 1 << 20
+"""Expert ids of an episode that are joined in about a millisecond."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -210,6 +213,7 @@ class EpisodeCall:
             session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
                 group.put(index, await self._run(session, group.prompt))
+                session.release()
                 return
             except (GroupCancelled, RolloutError, asyncio.CancelledError):
                 self._keep(group, index, session)
@@ -322,6 +326,8 @@ class EpisodeCall:
         )
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
+        if session.num_route_bytes > JOINED_BYTES:
+            await asyncio.to_thread(lambda: episode.rollout)
         rollout = replace(episode.rollout, finish_reason=reason)
         return rollout.with_episode(reward=episode.reward, metrics=episode.metrics)
 

@@ -272,31 +272,49 @@ class Session:
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not
         finite.
         """
-        sequences = [rollout for branch in self._branches if (rollout := branch.result) is not None]
+        sequences = [join for branch in self._branches if (join := branch.result) is not None]
         if not sequences:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
         # without a reward of the function or of a turn, the reward function scores the episode
-        if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
+        rewards = [value for branch in self._branches for value in branch.rewards]
+        if reward is None and rewards:
             # exact: the sum does not depend on the order of the branches
-            reward = math.fsum(
-                value for rollout in sequences for value in rollout.episode.turn_rewards
-            )
+            reward = math.fsum(rewards)
         for name, value in {"reward": reward, **(metrics or {})}.items():
             if value is not None:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        # the record of an episode is its last sequence, which holds the earlier ones
-        *earlier, last = sequences
-        rollout = last.after(earlier).named(self.name)
-        self.episode = Episode(rollout, None if reward is None else float(reward), values)
+
+        def join() -> Rollout:
+            # the record of an episode is its last sequence, which holds the earlier ones
+            *earlier, last = (join() for join in sequences)
+            return last.after(earlier).named(self.name)
+
+        self.episode = Episode(join, None if reward is None else float(reward), values)
         return self.episode
+
+    @property
+    def num_route_bytes(self) -> int:
+        """Number of bytes of the expert ids of all turns."""
+        parts = [part for branch in self._branches for part in branch.parts]
+        return sum(0 if p.routed_experts is None else p.routed_experts.nbytes for p in parts)
 
     def end(self) -> None:
         """Give no further turn: the function returned or failed, and its tasks may still run."""
         self._is_finished = True
+
+    def release(self) -> None:
+        """Forget the records of the turns, which the finished episode has.
+
+        A session is part of reference cycles: the garbage collector would free those of many
+        sessions at once, and hold the event loop meanwhile.
+        """
+        self.episode = None
+        for branch in self._branches:
+            branch.release()
 
     def unfinished(self) -> Rollout | None:
         """Return the sequences that a later run of the episode continues (finish_reason abort),

@@ -133,6 +133,8 @@ class RolloutClient(GroupSampler):
         """
         for group in groups:
             group.server = ""  # no preference: prefix caches were flushed since its last request
+            # here, as many long prompts would hold the event loop
+            check_prompt(group.prompt, self.rules.spec.vocab_size)
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(
@@ -210,9 +212,13 @@ class RolloutClient(GroupSampler):
 
             def begin(groups: Sequence[Group]) -> None:
                 for group in groups:
-                    check_prompt(group.prompt, self.rules.spec.vocab_size)
                     if not group.is_complete:
                         call.tasks[asyncio.create_task(complete(group))] = group
+
+            def begin_new(groups: Sequence[Group]) -> None:
+                for group in groups:
+                    check_prompt(group.prompt, self.rules.spec.vocab_size)
+                begin(groups)
 
             kept: list[Group] = []
             try:
@@ -220,7 +226,7 @@ class RolloutClient(GroupSampler):
                 if commands is None:
                     kept = await first_to_finish(call.tasks, groups, keep)
                     self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
-                elif await call.follow(commands, begin) == "drain":
+                elif await call.follow(commands, begin_new) == "drain":
                     await call.drain()
                 else:
                     call.keeps_parts = True

@@ -30,6 +30,7 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, check_digest
 from megatron_rl.records.sampling_mask import join_masks
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
+from megatron_rl.rollout.client.pages import empty
 from megatron_rl.rollout.client.routed_experts import (
     RoutedExpertsError,
     decode_routed_experts,
@@ -241,14 +242,16 @@ def joined_routes(parts: Sequence[Rollout]) -> tuple[np.ndarray | None, np.ndarr
     rows = [part.routed_experts for part in parts if part.routed_experts is not None]
     if len(rows) < len(parts):
         return None, None
-    layer_major = np.concatenate([ids.transpose(1, 0, 2) for ids in rows], axis=1)
+    _, num_layers, top_k = rows[0].shape
+    layer_major = empty((num_layers, sum(map(len, rows)), top_k), rows[0].dtype)
+    np.concatenate([ids.transpose(1, 0, 2) for ids in rows], axis=1, out=layer_major)
     flags = np.concatenate(
         [
             np.zeros(len(ids), bool) if part.missing_routes is None else part.missing_routes
             for ids, part in zip(rows, parts, strict=True)
         ]
     )
-    return np.ascontiguousarray(layer_major).transpose(1, 0, 2), flags if flags.any() else None
+    return layer_major.transpose(1, 0, 2), flags if flags.any() else None
 
 
 def check_continues(prefix: Rollout, more: Rollout, overlap: int) -> None:
