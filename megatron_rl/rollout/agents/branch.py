@@ -20,7 +20,7 @@ from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_o
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Input, Observation, Turn
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
-from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import check_continues, join_parts
@@ -395,13 +395,3 @@ class Branch:
             )
         start = self.turns[-1].num_prompt_tokens
         return session.chat.extend(self.span(self._window, start), self.span(start), messages)
-
-
-def with_rewards(
-    parts: Sequence[Rollout], rewards: tuple[float, ...], messages: tuple[Message, ...]
-) -> Rollout:
-    """Return the sequence of these turns; the last ones may have got no reward."""
-    rollout = join_parts(*parts)
-    if rewards:  # every span has one in the record
-        rewards += (0.0,) * (rollout.num_turns - len(rewards))
-    return rollout.with_episode(turn_rewards=rewards, messages=messages)

@@ -10,12 +10,13 @@ otherwise, the model is asked, and what follows in the record is not used.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_rl.records import EpisodeRecord, FinishReason, Rollout
+from megatron_rl.rollout.client.response import join_parts
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,13 @@ def part(
         missing_routes=None if missing is None else missing[first : end - 1],
         sampling_mask=None if mask is None else mask.part(taken, taken + end - start),
     )
+
+
+def with_rewards(
+    parts: Sequence[Rollout], rewards: tuple[float, ...], messages: tuple[Mapping[str, object], ...]
+) -> Rollout:
+    """Return the sequence of these turns; the last ones may have got no reward."""
+    rollout = join_parts(*parts)
+    if rewards:  # every span has one in the record
+        rewards += (0.0,) * (rollout.num_turns - len(rewards))
+    return rollout.with_episode(turn_rewards=rewards, messages=messages)
