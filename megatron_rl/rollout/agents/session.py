@@ -272,8 +272,8 @@ class Session:
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not
         finite.
         """
-        sequences = [join for branch in self._branches if (join := branch.result) is not None]
-        if not sequences:
+        results = [result for branch in self._branches if (result := branch.result) is not None]
+        if not results:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
@@ -290,7 +290,7 @@ class Session:
 
         def join() -> Rollout:
             # the record of an episode is its last sequence, which holds the earlier ones
-            *earlier, last = (join() for join in sequences)
+            *earlier, last = (result() for result in results)
             return last.after(earlier).named(self.name)
 
         self.episode = Episode(join, None if reward is None else float(reward), values)

@@ -35,14 +35,14 @@ def is_prompt(value: object) -> bool:
 
 def as_prompts(value: object) -> list[RawPrompt]:
     """Return the prompts of a request, which may have one or a list of them."""
-    prompts = [value] if (is_one := is_prompt(value)) else value
-    is_list = isinstance(prompts, list) and bool(prompts)
-    if not is_list or not (is_one or all(map(is_prompt, prompts))):
+    if is_prompt(value):
+        return [cast("RawPrompt", value)]
+    if not isinstance(value, list) or not value or not all(map(is_prompt, value)):
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of either")
-    if len(prompts) > MOST_PROMPTS:
-        rule = f"{len(prompts)} prompts: a request may have {MOST_PROMPTS}"
+    if len(value) > MOST_PROMPTS:
+        rule = f"{len(value)} prompts: a request may have {MOST_PROMPTS}"
         raise PydanticCustomError("prompt", rule)
-    return cast("list[RawPrompt]", prompts)
+    return cast("list[RawPrompt]", value)
 
 
 class TextCompletionRequest(RequestFields):
