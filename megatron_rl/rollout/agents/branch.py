@@ -178,8 +178,8 @@ class Branch:
             start=max(self._end - 1, 0),
         )
         # an episode that was cut short has this turn, or its beginning: it is not sampled again
-        newest = int(self.parts[-1].policy_versions[-1]) if self.parts else 0
-        if known := session.recorded.take(self._tokens, limit, stop_token_ids, newest, group.start):
+        last = self.parts[-1] if self.parts else None
+        if known := session.recorded.take(self._tokens, limit, stop_token_ids, last, group.start):
             group.put(0, self._cut(texts, known)[0])
         self._is_busy, self._asked = True, group
         seconds = () if known is None else known.episode.turn_seconds
@@ -200,16 +200,19 @@ class Branch:
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         asked_for, read = self.next_input, None
         if session.chat is not None:
-            digest = self._digest.copy()
-            digest.update(np.asarray(response, np.int64).data)
-            read = partial(
-                self._read, asked_for, response, match.after, digest.hexdigest(), chat=session.chat
-            )
+            name = self._name_of(response)
+            read = partial(self._read, asked_for, response, match.after, name, chat=session.chat)
         return Turn(
             match.before, response, turn.finish_reason, asked_for.end, read,
             logprobs=tuple(turn.rollout_logprobs.tolist()), stop=match.stop,
             read_input=lambda: tuple(self.span(0, asked_for.end)),
         )  # fmt: skip
+
+    def _name_of(self, response: Sequence[int]) -> str:
+        """Return a name that no other turn of the episode has: a digest of all its tokens."""
+        digest = self._digest.copy()
+        digest.update(np.asarray(response, np.int64).data)
+        return digest.hexdigest()
 
     def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match]:
         """Cut the turn at its first stop text, and count what is left out."""

@@ -67,17 +67,18 @@ class RecordedTurns:
         tokens: Sequence[int],
         limit: int,
         stops: Collection[int] = (),
-        newest: int = 0,
+        after: Rollout | None = None,
         first: int = 0,
     ) -> Rollout | None:
         """Take the recorded turn that follows `tokens`: complete, or the beginning of one (abort);
         None where there is none.
 
-        It has at most `limit` tokens, and none of `stops` before its end.  newest: the newest
-        weights that sampled a token of the sequence.  Two sequences may have equal tokens, sampled
+        It has at most `limit` tokens, and none of `stops` before its end.  after: the turn
+        before in the sequence.  Two sequences may have equal tokens, sampled
         with other weights: a turn of older weights does not continue one of newer weights.  first:
         the first token of the record that is returned.
         """
+        newest = 0 if after is None else int(after.policy_versions[-1])
         for place, turn in enumerate(self.left):
             if turn.start != len(tokens) or turn.oldest_version < newest:
                 continue

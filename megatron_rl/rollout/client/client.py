@@ -183,6 +183,12 @@ class RolloutClient(GroupSampler):
         taught = "" if self.teachers is None else self.teachers.waiting_for()
         return ", ".join(filter(None, [self.balancer.waiting_for(), taught]))
 
+    def _begin_new(self, begin: Callable[[Sequence[Group]], None], groups: Sequence[Group]) -> None:
+        """Begin groups of a command."""
+        for group in groups:
+            check_prompt(group.prompt, self.rules.spec.vocab_size)
+        begin(groups)
+
     async def _generate(
         self,
         groups: Sequence[Group],
@@ -215,18 +221,13 @@ class RolloutClient(GroupSampler):
                     if not group.is_complete:
                         call.tasks[asyncio.create_task(complete(group))] = group
 
-            def begin_new(groups: Sequence[Group]) -> None:
-                for group in groups:
-                    check_prompt(group.prompt, self.rules.spec.vocab_size)
-                begin(groups)
-
             kept: list[Group] = []
             try:
                 begin(groups)
                 if commands is None:
                     kept = await first_to_finish(call.tasks, groups, keep)
                     self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
-                elif await call.follow(commands, begin_new) == "drain":
+                elif await call.follow(commands, partial(self._begin_new, begin)) == "drain":
                     await call.drain()
                 else:
                     call.keeps_parts = True
