@@ -181,9 +181,8 @@ class Branch:
         last = self.parts[-1] if self.parts else None
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, last, group.start):
             group.put(0, self._cut(texts, known)[0])
-        self._is_busy, self._asked = True, group
+        self._is_busy, self._asked, asked = True, group, time.monotonic()
         seconds = () if known is None else known.episode.turn_seconds
-        asked = time.monotonic()
         try:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
@@ -200,8 +199,8 @@ class Branch:
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
         asked_for, read = self.next_input, None
         if session.chat is not None:
-            name = self._name_of(response)
-            read = partial(self._read, asked_for, response, match.after, name, chat=session.chat)
+            told = asked_for, response, match.after, self._name_of(response)
+            read = partial(self._read, *told, chat=session.chat)
         return Turn(
             match.before, response, turn.finish_reason, asked_for.end, read,
             logprobs=tuple(turn.rollout_logprobs.tolist()), stop=match.stop,
