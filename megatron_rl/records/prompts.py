@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -13,8 +13,8 @@ class Prompt:
     id: str
     text: str
     """For people."""
-    token_ids: tuple[int, ...]
-    """For the engines."""
+    token_ids: Sequence[int]
+    """For the engines: a tuple, and an array("q") in the request of an episode's turn."""
     label: str
     """For the reward function, as is the metadata."""
     metadata: Mapping[str, object] = field(default_factory=dict, hash=False)

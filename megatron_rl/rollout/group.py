@@ -40,8 +40,8 @@ class Group:
     """The responses to one prompt while they are sampled, perhaps over several steps.
 
     For an agent's episode each turn is sampled as a group of its own, with one response: then the
-    prompt is all tokens before the turn, `known` is the sequence so far, and max_tokens and
-    stop_token_ids are those of the turn.
+    prompt is all tokens before the turn, and max_tokens and stop_token_ids are those of the turn.
+    Its records are parts of the sequence (rollout/client/response.py), which begin at `start`.
     """
 
     prompt: Prompt
@@ -66,9 +66,11 @@ class Group:
     """Tokens at which a response ends, beside the call's."""
     server: str = ""
     """URL of the server that was asked last, whose cache may hold the prompt."""
-    known: Rollout | None = None
-    """Sequence with which the prompt begins, up to its last turn: its routes need not be sent
-    again."""
+    turn: int = 1
+    """Number of the turn in its sequence."""
+    start: int = 0
+    """The last token of the turn before, the first one of the records of this turn: routes of
+    earlier rows need not be sent again."""
     scored: RolloutGroup | None = None
     """The complete group with its rewards, where it was scored while others were sampled."""
     is_in_call: bool = False
@@ -129,10 +131,6 @@ class Group:
         prefix = self.prefixes.get(index)
         return [] if prefix is None else prefix.tokens[prefix.prompt_length :].tolist()
 
-    def known_of(self, index: int) -> Rollout | None:
-        """Return the sequence with which the next request for response `index` begins, if any."""
-        return self.prefixes.get(index, self.known)
-
     @property
     def first_row(self) -> int:
         """First row for which the next request needs routes, the same for all its samples.
@@ -140,10 +138,9 @@ class Group:
         The rows before it are known.  The last token of a sampled sequence was never an input, and
         has no row.
         """
-        known = [self.known_of(index) for index in self.missing]
-        return min(
-            (0 if k is None or not k.has_routes else len(k.tokens) - 1 for k in known), default=0
-        )
+        prefixes = [self.prefixes.get(index) for index in self.missing]
+        known = (0 if p is None or not p.has_routes else len(p.tokens) - 1 for p in prefixes)
+        return self.start + min(known, default=0)
 
     def put(self, index: int, rollout: Rollout) -> None:
         """Set response `index`: complete, or a longer prefix than before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,15 +12,17 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
+
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
-from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
+from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Input, Observation, Turn
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
-from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
-from megatron_rl.rollout.client.response import join_rollouts
+from megatron_rl.rollout.client.response import check_continues, join_parts
 from megatron_rl.rollout.group import Group
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class EpisodeOfBranch(Protocol):
     def ended(self, branch: Branch) -> None: ...
     def check_open(self) -> None: ...
     def check_finite(self, name: str, value: object) -> None: ...
-    def check_tokens(self, tokens: Sequence[object], what: str) -> list[int]: ...
+    def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]: ...
 
 
 class Branch:
@@ -64,8 +67,9 @@ class Branch:
     def __init__(self, session: EpisodeOfBranch, token_ids: Sequence[int]) -> None:
         self.turns: list[Turn] = []
         """The model's turns in this sequence."""
-        self.rollout: Rollout | None = None
-        """The sequence up to its last turn, None before the first."""
+        self.parts: list[Rollout] = []
+        """The record of each turn, a part of the sequence (rollout/client/response.py): they are
+        joined once, at the end."""
         self.is_full = False
         """A turn had no room, or was cut off at the end of the context."""
         self.rewards: list[float] = []
@@ -73,7 +77,12 @@ class Branch:
         self._messages: list[Message] = []
         self._session, self._start = session, len(token_ids)
         # not a list or tuple, in which the garbage collector visits every int
-        self._tokens = array("q", token_ids)
+        self._tokens = array("q")
+        self._digest = hashlib.blake2b(digest_size=8)
+        """Digest of the tokens, from which calls of the model get their ids."""
+        self._append(token_ids)
+        self._spans: list[tuple[int, int]] = []  # Rollout.turn_spans of the joined parts
+        self._window = 0  # Input.window of the next turn
         # the server that was asked last may have the start of this sequence in its cache
         self._server, self._is_busy = session.server, False
         self._idle_since = session.idle_since  # then the environment began to work for this turn
@@ -84,12 +93,36 @@ class Branch:
         """Start, turns and observations so far: the input of the next turn."""
         return tuple(self._tokens)
 
-    def _start_of(self, end: int) -> tuple[int, ...]:
-        return tuple(self._tokens[:end])
+    def _append(self, token_ids: Sequence[int]) -> None:
+        start = len(self._tokens)
+        self._tokens.extend(token_ids)
+        self._digest.update(self.span(start))
+
+    def span(self, start: int, end: int | None = None) -> array[int]:
+        """Return a copy of these tokens of the sequence."""
+        return self._tokens[start:end]
 
     def starts(self, token_ids: array[int], end: int) -> bool:
         """Return True where `token_ids` begin with the first `end` tokens of the sequence."""
-        return self._tokens[:end] == token_ids[:end]
+        if len(token_ids) < end or token_ids[end - 1] != self._tokens[end - 1]:
+            return False
+        # views, without copies
+        return np.array_equal(np.asarray(token_ids)[:end], np.asarray(self._tokens)[:end])
+
+    @property
+    def next_input(self) -> Input:
+        """The input of a turn that follows now."""
+        return Input(self._window, len(self._tokens))
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The sequence up to its last turn, None before the first."""
+        return join_parts(*self.parts) if self.parts else None
+
+    @property
+    def _end(self) -> int:
+        """Number of tokens up to the end of the last turn."""
+        return self._spans[-1][1] if self._spans else 0
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +167,7 @@ class Branch:
             self.is_full = True
             over = f", and {-left} more observed tokens have no room" if left else ""
             raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
-        prompt = replace(session.prompt, id=session.name, token_ids=self.token_ids)
+        prompt = replace(session.prompt, id=session.name, token_ids=self.span(0))
         limit, texts = min(left, max_tokens or left), Stops(stops, session.tokenizer)
         stop_token_ids = (*stop_token_ids, *texts.by_token)
         group = Group(
@@ -143,14 +176,15 @@ class Branch:
             max_tokens=limit,
             stop_token_ids=stop_token_ids,
             server=self._server,
-            known=self.rollout,
+            turn=len(self.parts) + 1,
+            start=max(self._end - 1, 0),
         )
         # an episode that was cut short has this turn, or its beginning: it is not sampled again
-        if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
+        last = self.parts[-1] if self.parts else None
+        if known := session.recorded.take(self._tokens, limit, stop_token_ids, last, group.start):
             group.put(0, self._cut(texts, known)[0])
-        self._is_busy, self._asked = True, group
+        self._is_busy, self._asked, asked = True, group, time.monotonic()
         seconds = () if known is None else known.episode.turn_seconds
-        asked = time.monotonic()
         try:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
@@ -165,15 +199,21 @@ class Branch:
         turn, match = self._cut(texts, group.rollouts[0])
         group.put(0, turn.with_episode(turn_seconds=seconds))
         response = tuple(turn.tokens[turn.prompt_length :].tolist())
-        num_prompt_tokens, read = len(prompt.token_ids), None
-        read_input = partial(self._start_of, num_prompt_tokens)
+        asked_for, read = self.next_input, None
         if session.chat is not None:
-            read = partial(self._read, num_prompt_tokens, response, match.after, chat=session.chat)
-        logprobs = tuple(turn.rollout_logprobs.tolist())
+            told = asked_for, response, match.after, self._name_of(response)
+            read = partial(self._read, *told, chat=session.chat)
         return Turn(
-            match.before, response, turn.finish_reason, num_prompt_tokens, read,
-            logprobs=logprobs, stop=match.stop, read_input=read_input,
+            match.before, response, turn.finish_reason, asked_for.end, read,
+            logprobs=tuple(turn.rollout_logprobs.tolist()), stop=match.stop,
+            read_input=lambda: tuple(self.span(0, asked_for.end)),
         )  # fmt: skip
+
+    def _name_of(self, response: Sequence[int]) -> str:
+        """Return a name that no other turn of the episode has: a digest of all its tokens."""
+        digest = self._digest.copy()
+        digest.update(np.asarray(response, np.int64).data)
+        return digest.hexdigest()
 
     def _cut(self, stops: Stops, turn: Rollout) -> tuple[Rollout, Match]:
         """Cut the turn at its first stop text, and count what is left out."""
@@ -184,14 +224,25 @@ class Branch:
     def accept(self, turn: Turn) -> None:
         """Continue the sequence with `turn`, which `sample` returned."""
         assert self._asked is not None
-        self.rollout = self._with(self._asked.rollouts[0])
+        part = self._ended(self._asked.rollouts[0])
+        if self.parts:
+            check_continues(self.parts[-1], part, 1)
+        self.parts.append(part)
         self._is_busy, self._asked = False, None
-        self._tokens.extend(turn.token_ids)
+        start, end = len(self._tokens), len(self._tokens) + len(turn.token_ids)
+        if self._spans and self._end == start:  # nothing was observed since the turn before
+            start = self._spans.pop()[0]
+        self._spans.append((start, end))
+        self._append(turn.token_ids)
         self.turns.append(turn)
         self._messages.append({"role": "assistant", "content": turn.prefill + turn.text})
         # a turn that ended at its own max_tokens leaves room for another one
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         self._session.ended(self)
+
+    def release(self) -> None:
+        """Forget the records of the turns."""
+        self.parts, self._asked = [], None
 
     def drop(self) -> int:
         """Forget the turn that was sampled and is not accepted; returns its number of tokens."""
@@ -200,31 +251,32 @@ class Branch:
 
     def _read(
         self,
-        start: int,
+        asked_for: Input,
         response: Sequence[int],
         after: str,
+        name: str,
         *,
         chat: Chat,
         tools: Sequence[Schema] = (),
         prefill: Prefill = NO_PREFILL,
     ) -> Reply:
-        """Parse the turn `response`, which begins at token `start`: a turn keeps no copy of its
-        input.
+        """Parse the turn `response`, which follows `asked_for`: a turn keeps no copy of its input.
 
-        after: the end of its text that is no part of the reply.  prefill: the beginning of the
-        answer, the last of the tokens before `start`.
+        after: the end of its text that is no part of the reply.  name: the turn's, for the ids of
+        its calls.  prefill: the beginning of the answer, the last of the tokens of the input.
         """
+        prompt = self.span(asked_for.window, asked_for.end - len(prefill.token_ids))
         if prefill.text:
-            prompt = self._tokens[: start - len(prefill.token_ids)]
-            return prefill.read(chat, prompt, response, after, tools)
-        return reply_before(chat.parse(self._tokens[:start], response, tools), after)
+            return prefill.read(chat, prompt, response, after, tools, name)
+        return reply_before(chat.parse(prompt, response, tools, name), after)
 
-    def _with(self, turn: Rollout) -> Rollout:
-        """Return the sequence so far with `turn`, complete or cut short."""
-        # a turn that is cut short ends where the request that continues it does
-        if turn.finish_reason != "abort":
-            turn = turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
-        return turn if self.rollout is None else join_rollouts(self.rollout, turn)
+    def _ended(self, turn: Rollout) -> Rollout:
+        """Return the record of a turn with its end.  One that is cut short has none: it ends where
+        the request that continues it does.
+        """
+        if turn.finish_reason == "abort":
+            return turn
+        return turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
 
     @property
     def _unaccepted(self) -> Rollout | None:
@@ -237,7 +289,7 @@ class Branch:
         of the model.
         """
         last = self._unaccepted
-        return self.rollout if last is None else self._with(last)
+        return self.rollout if last is None else join_parts(*self.parts, self._ended(last))
 
     def observe(self, observation: Observation) -> None:
         """Append text, token ids or messages of the environment, which the model reads in its next
@@ -250,23 +302,26 @@ class Branch:
         session = self._session
         self._check_idle()
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
+        messages: list[Message] = []
         if isinstance(observation, str):
             ids = encoded_up_to(session.tokenizer, observation, max(self.remaining, 0))
         elif parts and all(isinstance(part, Mapping) for part in parts):
             ids = self._render(messages := cast("list[Message]", parts))
-            self.note(messages)
-        elif all(isinstance(part, Integral) for part in parts):
+        elif all(type(part) is int or isinstance(part, Integral) for part in parts):
             ids = [int(cast("int", part)) for part in parts]
         else:
             raise EpisodeError(
                 f"rollout {session.name}: an observation must be text, token ids or messages, got"
                 f" {observation!r:.200}"
             )
-        session.check_tokens(ids, "observed")
-        self._tokens.extend(ids)
+        self._append(session.check_tokens(ids, "observed"))
+        self._window = 0  # the format did not write these tokens
+        if messages:
+            self.note(messages)
 
     def note(self, messages: Sequence[Message]) -> None:
-        """Record messages whose tokens were observed."""
+        """Record messages that follow the last turn, and whose tokens were observed."""
+        self._window = self.turns[-1].num_prompt_tokens
         self._messages += [
             {"role": message["role"], "content": text_of(message.get("content"))}
             for message in messages
@@ -277,30 +332,26 @@ class Branch:
         all, unless `finish` gets another.
         """
         session = self._session
-        if self.rollout is None:
+        if not self.parts:
             raise EpisodeError(f"rollout {session.name}: no turn to reward; await generate() first")
         if turn is None:
             self._check_idle()
             turn = self.turns[-1]
         session.check_open()
         session.check_finite("turn reward", reward)
-        spans, end = self.rollout.turn_spans, turn.num_prompt_tokens + len(turn.token_ids)
+        spans, end = self._spans, turn.num_prompt_tokens + len(turn.token_ids)
         self.rewards += [0.0] * (len(spans) - len(self.rewards))
         # the turn's span in the rollout is the one in which its last token lies
         place = next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)
         self.rewards[place] += float(reward)
 
     @property
-    def result(self) -> Rollout | None:
-        """`rollout` with the rewards and messages of its turns."""
-        if self.rollout is None:
+    def result(self) -> Callable[[], Rollout] | None:
+        """What joins the turns up to now, with their rewards and messages; None without a turn."""
+        if not self.parts:
             return None
-        rewards = tuple(self.rewards)
-        if rewards:
-            # the last turns may have got none, and every turn has one in the record
-            rewards += (0.0,) * (self.rollout.num_turns - len(rewards))
         messages = tuple(self._messages) if self._session.chat is not None else ()
-        return self.rollout.with_episode(turn_rewards=rewards, messages=messages)
+        return partial(with_rewards, tuple(self.parts), tuple(self.rewards), messages)
 
     def _room(self) -> tuple[int, str]:
         """Return (tokens, setting): the room that the tightest limit leaves, and its setting."""
@@ -330,7 +381,7 @@ class Branch:
                 f"rollout {session.name}: messages need agent.renderer, the format of the model's"
                 " chat; set it, or observe text or token ids"
             )
-        if self.rollout is None:
+        if not self.turns:
             raise EpisodeError(
                 f"rollout {session.name}: messages continue a turn; the first input is the data's"
                 " prompt"
@@ -341,13 +392,10 @@ class Branch:
                 f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be"
                 f" one of {OBSERVED_ROLES}; another history is a branch: session.branch(token_ids)"
             )
-        last = len(self.turns[-1].token_ids)
-        size = len(self.rollout.tokens)
         # the format continues a turn of the model, so that it cannot continue an observation
-        if len(self._tokens) != size:
+        if len(self._tokens) != self._end:
             raise EpisodeError(
                 f"rollout {session.name}: give all messages between two turns in one observation"
             )
-        return session.chat.extend(
-            self._tokens[: size - last], self._tokens[size - last :], messages
-        )
+        start = self.turns[-1].num_prompt_tokens
+        return session.chat.extend(self.span(self._window, start), self.span(start), messages)

@@ -4,7 +4,6 @@ kept as they are.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -239,6 +238,9 @@ class Chat:
         """Return the tokens that follow `prompt` and the turn `completion`: those of `messages`,
         and those that open the next turn.
 
+        prompt: the last tokens of the input, from the end of an earlier turn on, all that follow
+        which the format wrote; or all of them.
+
         None where the format would change sampled tokens.  Raises ValueError for messages that it
         cannot hold.
         """
@@ -308,15 +310,19 @@ class Chat:
         return tokens
 
     def parse(
-        self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        tools: Sequence[Schema] = (),
+        turn: str = "",
     ) -> Reply:
-        """Parse the turn `completion`, which follows `prompt`."""
+        """Parse the turn `completion`, which follows `prompt` (see `continuation`).
+
+        turn: a name that no other turn of the episode has.
+        """
         # Formats number their calls, or do not name them: a client needs ids that differ in the
         # whole episode.  Some formats write the ids into the prompt, so that an episode which
-        # continues needs the ids that it had: they are made from the tokens.
-        turn = hashlib.blake2b(
-            np.asarray([*prompt, *completion], "<i8").data, digest_size=8
-        ).hexdigest()
+        # continues needs the ids that it had.
         try:
             parsed = self._renderer.parse_response(
                 list(completion), tools=to_specs(tools), prompt_ids=list(prompt)

@@ -18,11 +18,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from typing import NamedTuple
 
 from megatron_rl.rollout.agents.branch import Branch
-from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
-from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.chat import Chat, Message, text_of
+from megatron_rl.rollout.agents.episode import Input, Turn
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill, encoded
 from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
 from megatron_rl.rollout.agents.tools import Tools
@@ -33,8 +33,8 @@ class Node:
     """A sampled turn, as messages name it."""
 
     place: Place
-    num_prompt_tokens: int
-    """Number of tokens of its input, without the beginning that the request gave."""
+    asked_for: Input
+    """Its input, without the beginning that the request gave."""
     thinking: list[str | None]
     """Thinking of each of the assistant's messages up to this turn, None where there is none or it
     is not known."""
@@ -50,6 +50,19 @@ class Asked:
     """Thinking of the assistant's messages among them."""
     prefill: Prefill
     """The beginning of the turn that the request gave."""
+    window: int
+    """Input.window of the turn."""
+
+
+class Digested(NamedTuple):
+    """A message of a request."""
+
+    before: bytes
+    """Digest of the tools, of the chat_template_kwargs and of the messages before it."""
+    text: tuple[object, str] | None
+    """Role and content, None where it has anything else."""
+    digest: bytes
+    """Digest of all that, and of the message."""
 
 
 class Conversations:
@@ -60,6 +73,7 @@ class Conversations:
     def __init__(self, session: EpisodeOfSequences, sequences: Sequences, chat: Chat) -> None:
         self._session, self._sequences, self._chat = session, sequences, chat
         self._nodes: dict[bytes, list[Node]] = {}  # by the digest of tools and messages
+        self._digested: list[Digested] = []  # of the last request
 
     async def generate(
         self,
@@ -97,7 +111,7 @@ class Conversations:
         chat_template_kwargs; with others than a turn had, messages do not continue it, as they may
         change how its input is written.
         """
-        if wrong := [message for message in messages if not isinstance(message, Mapping)]:
+        if wrong := [message for message in messages if not is_mapping(message)]:
             raise ValueError(
                 f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has"
                 " model_dump()"
@@ -109,7 +123,9 @@ class Conversations:
             )
         start = self._prefill(prefill) if prefill else NO_PREFILL
         chat = self._chat.with_template(template or {})
-        digests = digests_of(messages, tools.schemas, chat.template)
+        first = chained(b"", [*map(dict, tools.schemas), chat.template])
+        self._digested = digested(messages, first, self._digested)
+        digests = [message.digest for message in self._digested]
         node = self._continued_turn(messages, digests)
         thinking = thinking_of(messages) if node is None else node.thinking
         branch = None if node is None else self._continued(node, messages, tools, start, chat)
@@ -117,7 +133,7 @@ class Conversations:
             tokens = chat.render(messages, tools.schemas)
             start.check(chat, tokens)
             branch = self._sequences.begin([*tokens, *start.token_ids])
-        asked = Asked(digests[-1], thinking, start)
+        asked = Asked(digests[-1], thinking, start, branch.next_input.window)
         # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, partial(self._accepted, asked)))
         turn = await branch.sample(
@@ -134,11 +150,8 @@ class Conversations:
         counters.tool_calls += len(reply.tool_calls)
         counters.tool_errors += sum(bool(turn.tools.problem_of(call)) for call in reply.tool_calls)
         counters.missing_tool_calls += turn.tools.lacks_call(reply.tool_calls)
-        node = Node(
-            place,
-            turn.num_prompt_tokens - len(start.token_ids),
-            [*asked.thinking, reply.reasoning],
-        )
+        asked_for = Input(asked.window, turn.num_prompt_tokens - len(start.token_ids))
+        node = Node(place, asked_for, [*asked.thinking, reply.reasoning])
         # the next request names the turn by the joined message
         joined = {**reply.message, "content": f"{start.text}{reply.message['content']}"}
         self._nodes.setdefault(chained(asked.digest, joined), []).append(node)
@@ -180,12 +193,12 @@ class Conversations:
         """
         # there is an answer, as `node` is the last one
         added = messages[(last_answer(messages) or 0) + 1 :]
-        before = node.place.tokens
-        prompt, completion = before[: node.num_prompt_tokens], before[node.num_prompt_tokens :]
+        (window, begin), sequence = node.asked_for, node.place.branch
+        prompt, completion = sequence.span(window, begin), sequence.span(begin, node.place.end)
         tokens = chat.continuation(prompt, completion, added, tools.schemas)
         if tokens is None:
             return None
-        start.check(chat, [*before, *tokens])
+        start.check(chat, [*prompt, *completion, *tokens])
         branch = self._sequences.extend(node.place, [*tokens, *start.token_ids])
         # the messages of a new sequence are its start
         if branch is node.place.branch:
@@ -193,11 +206,14 @@ class Conversations:
         return branch
 
 
+def is_mapping(message: object) -> bool:
+    # the type first, as isinstance takes longer
+    return type(message) is dict or isinstance(message, Mapping)
+
+
 def last_answer(messages: Sequence[Message]) -> int | None:
-    return max(
-        (i for i, message in enumerate(messages) if message.get("role") == "assistant"),
-        default=None,
-    )
+    places = range(len(messages) - 1, -1, -1)
+    return next((i for i in places if messages[i].get("role") == "assistant"), None)
 
 
 def thinking_of(messages: Sequence[Message]) -> list[str | None]:
@@ -209,14 +225,26 @@ def thinking_of(messages: Sequence[Message]) -> list[str | None]:
     ]
 
 
-def digests_of(
-    messages: Sequence[Message], schemas: Sequence[Schema], template: str
-) -> list[bytes]:
-    """Return for each message the digest of the tools, of the chat_template_kwargs and of the
-    messages up to it, itself included.
+def digested(
+    messages: Sequence[Message], first: bytes, known: Sequence[Digested]
+) -> list[Digested]:
+    """Return the digests of the messages, of which those that an earlier request had are `known`.
+
+    first: digest of the tools and of the chat_template_kwargs.
     """
-    first = chained(b"", [*map(dict, schemas), template])
-    return list(accumulate(messages, chained, initial=first))[1:]
+    digests: list[Digested] = []
+    for index, message in enumerate(messages):
+        before = digests[-1].digest if digests else first
+        content = message.get("content")
+        # only a text cannot have been changed in place since then
+        text = None
+        if isinstance(content, str) and not message.get("tool_calls"):
+            text = (message.get("role"), content)
+        same = known[index] if index < len(known) else None
+        if text is None or same is None or (same.before, same.text) != (before, text):
+            same = Digested(before, text, chained(before, message))
+        digests.append(same)
+    return digests
 
 
 def chained(digest: bytes, value: object) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Message, Reply
@@ -35,6 +35,16 @@ class ContextFull(EpisodeError):
 
     Where the function does not catch it, the episode ends here, as truncated.
     """
+
+
+class Input(NamedTuple):
+    """The input of a turn: tokens of its sequence."""
+
+    window: int
+    """First of the tokens that a chat format needs to read the turn: it wrote all that follow the
+    turn before."""
+    end: int
+    """Number of tokens of the input."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +116,17 @@ class Access:
 class Episode:
     """A finished episode."""
 
-    rollout: Rollout
+    join: Callable[[], Rollout] = field(repr=False)
+    """Joins the records of the turns."""
     reward: float | None = None
     """None leaves it to the reward function."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Averaged over episodes and logged as episode/NAME."""
+
+    @cached_property
+    def rollout(self) -> Rollout:
+        """The record of the episode."""
+        return self.join()
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,15 @@ class Prefill:
         response: Sequence[int],
         after: str,
         tools: Sequence[Schema],
+        name: str = "",
     ) -> Reply:
         """Parse the turn of this text and `response`; return the part of it that follows the text.
 
         prompt: the tokens before the text.  after: the end of the turn's text that is no part of
-        the reply.
+        the reply.  name: the turn's.
         """
         turn = [*self.token_ids, *response]
-        whole = reply_before(chat.parse(prompt, turn, tools), after)
+        whole = reply_before(chat.parse(prompt, turn, tools, name), after)
         # formats strip spaces around the content
         for start in (self.text, self.text.lstrip()):
             if whole.content.startswith(start):
@@ -64,7 +65,7 @@ class Prefill:
         if whole.content and whole.content == self.text.strip():
             return replace(whole, content="")
         # the model wrote something after which the format reads the text otherwise
-        reply = chat.parse([*prompt, *self.token_ids], response, tools)
+        reply = chat.parse([*prompt, *self.token_ids], response, tools, name)
         return reply_before(reply, after)
 
 

@@ -73,17 +73,15 @@ class RawPrompts:
     def _of_text(self, text: str, add_special_tokens: bool) -> Branch:
         tokenizer = self._session.tokenizer
         longest = (self._session.sequence_limit or (None,))[0]
-        ends = [
-            (end, place)
-            for end, place in self._ends
-            if text.startswith(self._texts[place.branch][:end])
-        ]
-        if not ends:
-            ids = encoded_up_to(tokenizer, text, longest, add_special_tokens=add_special_tokens)
-            return self._sequences.begin(ids)
-        # of equal ones, a place that nothing follows yet
-        end, place = max(ends, key=lambda item: (item[0], item[1].is_open))
-        return self._sequences.extend(place, encoded_up_to(tokenizer, text[end:], longest))
+        # the longest first, and of equal ones a place that nothing follows yet
+        for end, place in sorted(
+            self._ends, key=lambda item: (item[0], item[1].is_open), reverse=True
+        ):
+            if text.startswith(self._texts[place.branch][:end]):
+                added = encoded_up_to(tokenizer, text[end:], longest)
+                return self._sequences.extend(place, added)
+        ids = encoded_up_to(tokenizer, text, longest, add_special_tokens=add_special_tokens)
+        return self._sequences.begin(ids)
 
     def _accepted(self, prompt: RawPrompt, place: Place, turn: Turn) -> None:
         if isinstance(prompt, str):

@@ -38,6 +38,9 @@ from megatron_rl.rollout.group import Group
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+JOINED_BYTES = 1 << 20
+"""Expert ids of an episode that are joined in about a millisecond."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -212,6 +215,7 @@ class EpisodeCall:
             session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
                 group.put(index, await self._run(session, group.prompt))
+                session.release()
                 return
             except (GroupCancelled, RolloutError, asyncio.CancelledError):
                 self._keep(group, index, session)
@@ -324,6 +328,8 @@ class EpisodeCall:
         )
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
+        if session.num_route_bytes > JOINED_BYTES:
+            await asyncio.to_thread(lambda: episode.rollout)
         rollout = replace(episode.rollout, finish_reason=reason)
         return rollout.with_episode(reward=episode.reward, metrics=episode.metrics)
 

@@ -32,8 +32,8 @@ class Place:
     """Nothing follows in the sequence yet."""
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.branch.token_ids[: self.end]
+    def tokens(self) -> Sequence[int]:
+        return self.branch.span(0, self.end)
 
 
 @dataclass(eq=False)
@@ -108,8 +108,9 @@ class Sequences:
         there is none.  Of equal ones, a place that nothing follows yet is preferred.
         """
         tokens = array("q", token_ids)
-        places = [place for place in self._places if place.branch.starts(tokens, place.end)]
-        return max(places, key=lambda place: (place.end, place.is_open), default=None)
+        # the longest first, as comparing it with all others would take long
+        places = sorted(self._places, key=lambda place: (place.end, place.is_open), reverse=True)
+        return next((p for p in places if p.branch.starts(tokens, p.end)), None)
 
     def extend(self, place: Place, token_ids: Sequence[int]) -> Branch:
         """Return the sequence of `place` with `token_ids` after it, which are not learned from.

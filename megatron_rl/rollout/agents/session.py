@@ -23,14 +23,16 @@ learned from where it was sampled, once.
 from __future__ import annotations
 
 import math
-import operator
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch
@@ -196,10 +198,10 @@ class Session:
             )
         # token ids that continue the first sequence belong to it; others start a sequence
         ids, branch = self.check_tokens(parts, "given"), self._first
-        if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
+        if ids and not branch.starts(ids, size := branch.next_input.end):
             branch = self.branch(ids)
         elif ids:
-            branch.observe(ids[len(branch.token_ids) :])
+            branch.observe(ids[size:])
         return await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
 
     @cached_property
@@ -272,31 +274,49 @@ class Session:
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not
         finite.
         """
-        sequences = [rollout for branch in self._branches if (rollout := branch.result) is not None]
-        if not sequences:
+        results = [result for branch in self._branches if (result := branch.result) is not None]
+        if not results:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
         # without a reward of the function or of a turn, the reward function scores the episode
-        if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
+        rewards = [value for branch in self._branches for value in branch.rewards]
+        if reward is None and rewards:
             # exact: the sum does not depend on the order of the branches
-            reward = math.fsum(
-                value for rollout in sequences for value in rollout.episode.turn_rewards
-            )
+            reward = math.fsum(rewards)
         for name, value in {"reward": reward, **(metrics or {})}.items():
             if value is not None:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        # the record of an episode is its last sequence, which holds the earlier ones
-        *earlier, last = sequences
-        rollout = last.after(earlier).named(self.name)
-        self.episode = Episode(rollout, None if reward is None else float(reward), values)
+
+        def join() -> Rollout:
+            # the record of an episode is its last sequence, which holds the earlier ones
+            *earlier, last = (result() for result in results)
+            return last.after(earlier).named(self.name)
+
+        self.episode = Episode(join, None if reward is None else float(reward), values)
         return self.episode
+
+    @property
+    def num_route_bytes(self) -> int:
+        """Number of bytes of the expert ids of all turns."""
+        parts = [part for branch in self._branches for part in branch.parts]
+        return sum(0 if p.routed_experts is None else p.routed_experts.nbytes for p in parts)
 
     def end(self) -> None:
         """Give no further turn: the function returned or failed, and its tasks may still run."""
         self._is_finished = True
+
+    def release(self) -> None:
+        """Forget the records of the turns, which the finished episode has.
+
+        A session is part of reference cycles: the garbage collector would free those of many
+        sessions at once, and hold the event loop meanwhile.
+        """
+        self.episode = None
+        for branch in self._branches:
+            branch.release()
 
     def unfinished(self) -> Rollout | None:
         """Return the sequences that a later run of the episode continues (finish_reason abort),
@@ -354,18 +374,20 @@ class Session:
                 f"rollout {self.name}: the episode is finished; no sequence of it can be continued"
             )
 
-    def check_tokens(self, tokens: Sequence[object], what: str) -> list[int]:
+    def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]:
         """Return `tokens` as ints.  Raises EpisodeError for a value that is no token id (the digits
         of a text are none), and for one outside the vocabulary, which kills an SGLang server.
         """
         try:
-            ids = [operator.index(cast("int", token)) for token in tokens]
-        except TypeError as error:
+            # a list, as an array would take bytes for the memory of its values
+            ids = array("q", cast("list[int]", list(tokens)))
+        except (TypeError, OverflowError) as error:
             raise EpisodeError(
                 f"rollout {self.name}: {what}: must be integers, got {tokens!r:.80}: {error}"
             ) from error
-        wrong = [token for token in ids if not 0 <= token < self.vocab_size]
-        if wrong:
+        values = np.asarray(ids)
+        wrong = values[(values < 0) | (values >= self.vocab_size)]
+        if wrong.size:
             raise EpisodeError(
                 f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has"
                 f" {self.vocab_size}"

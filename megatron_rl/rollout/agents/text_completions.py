@@ -31,18 +31,19 @@ def is_prompt(value: object) -> bool:
     if isinstance(value, str):
         return True
     # the type itself: true and false are no token ids
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def as_prompts(value: object) -> list[RawPrompt]:
     """Return the prompts of a request, which may have one or a list of them."""
-    prompts = [value] if is_prompt(value) else value
-    if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
+    if is_prompt(value):
+        return [cast("RawPrompt", value)]
+    if not isinstance(value, list) or not value or not all(map(is_prompt, value)):
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of either")
-    if len(prompts) > MOST_PROMPTS:
-        rule = f"{len(prompts)} prompts: a request may have {MOST_PROMPTS}"
+    if len(value) > MOST_PROMPTS:
+        rule = f"{len(value)} prompts: a request may have {MOST_PROMPTS}"
         raise PydanticCustomError("prompt", rule)
-    return cast("list[RawPrompt]", prompts)
+    return cast("list[RawPrompt]", value)
 
 
 class TextCompletionRequest(RequestFields):

@@ -133,6 +133,8 @@ class RolloutClient(GroupSampler):
         """
         for group in groups:
             group.server = ""  # no preference: prefix caches were flushed since its last request
+            # here, as many long prompts would hold the event loop
+            check_prompt(group.prompt, self.rules.spec.vocab_size)
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(
@@ -181,6 +183,12 @@ class RolloutClient(GroupSampler):
         taught = "" if self.teachers is None else self.teachers.waiting_for()
         return ", ".join(filter(None, [self.balancer.waiting_for(), taught]))
 
+    def _begin_new(self, begin: Callable[[Sequence[Group]], None], groups: Sequence[Group]) -> None:
+        """Begin groups of a command."""
+        for group in groups:
+            check_prompt(group.prompt, self.rules.spec.vocab_size)
+        begin(groups)
+
     async def _generate(
         self,
         groups: Sequence[Group],
@@ -210,7 +218,6 @@ class RolloutClient(GroupSampler):
 
             def begin(groups: Sequence[Group]) -> None:
                 for group in groups:
-                    check_prompt(group.prompt, self.rules.spec.vocab_size)
                     if not group.is_complete:
                         call.tasks[asyncio.create_task(complete(group))] = group
 
@@ -220,7 +227,7 @@ class RolloutClient(GroupSampler):
                 if commands is None:
                     kept = await first_to_finish(call.tasks, groups, keep)
                     self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
-                elif await call.follow(commands, begin) == "drain":
+                elif await call.follow(commands, partial(self._begin_new, begin)) == "drain":
                     await call.drain()
                 else:
                     call.keeps_parts = True

@@ -173,7 +173,7 @@ class GroupSampler:
                 continue
             is_continuation = k in group.prefixes
             try:
-                if is_small(sample, group.prompt, self.rules):
+                if is_small(sample, len(group.prompt.token_ids) - group.start):
                     rollout = self._parse(sample, group, k, name, sampling, may_be_cut)
                 else:  # decoding the routes of a long response takes tens of milliseconds
                     rollout = await asyncio.to_thread(
@@ -191,7 +191,8 @@ class GroupSampler:
                 continue
             group.put(k, rollout)
             self.counters.count_retracted(sample)
-            if sampling.first_row and sends_all_rows(sample, rollout, self.rules.spec):
+            length = group.start + len(rollout.tokens)
+            if sampling.first_row and sends_all_rows(sample, length, self.rules.spec):
                 self.counters.count_resent(group.server)
             self.counters.resumed_samples += is_continuation
             self.counters.samples += rollout.finish_reason != "abort"
@@ -248,7 +249,7 @@ class GroupSampler:
             rollout_id=f"{sampling.id_prefix}{group.prompt.id}/{k}",
             sample_id=sample_id,
             prefix=group.prefixes.get(k),
-            known=group.known_of(k),
+            start=group.start,
         )
         rollout = parse_sample(
             sample,

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import aiohttp
+import numpy as np
 import orjson
 from aiohttp.abc import AbstractStreamWriter
 
@@ -100,7 +102,7 @@ class Body(aiohttp.BytesPayload):
 
     # aiohttp has deadlines for connecting and reading, and none for sending
     def __init__(self, body: dict[str, object], seconds: float) -> None:
-        super().__init__(orjson.dumps(body))
+        super().__init__(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         self._seconds = seconds
 
     async def write_with_length(
@@ -151,7 +153,7 @@ class GenerateRequest:
         }
         body: dict[str, object] = {
             "rid": self.rid,
-            "input_ids": [[*prompt_ids, *prefix] for prefix in self.prefixes],
+            "input_ids": [joined(prompt_ids, prefix) for prefix in self.prefixes],
             "sampling_params": params,
             "return_logprob": True,
             "return_routed_experts": self.want_routes,
@@ -192,6 +194,15 @@ class GenerateRequest:
         if truncation is not None:
             token_bytes += truncation.top_k * BODY_BYTES_PER_KEPT
         return BODY_SLACK_BYTES + self.num_samples * tokens * token_bytes
+
+
+def joined(prompt: Sequence[int], prefix: Sequence[int]) -> list[int] | np.ndarray:
+    """Return the tokens of an input: an array of a turn's prompt, which may be long, is written as
+    JSON without an object for each token.
+    """
+    if isinstance(prompt, array):
+        return np.concatenate([np.asarray(prompt), np.asarray(prefix, np.int64)])
+    return [*prompt, *prefix]
 
 
 async def request_samples(

@@ -30,10 +30,10 @@ class RequestTrace:
 
     def request(self, group: Group) -> AbstractContextManager[dict[str, object]]:
         """Open the span from sending the request to the end of reading its answer."""
-        prompt, turn = group.prompt, 1 if group.known is None else 1 + group.known.num_turns
-        tokens, samples = len(prompt.token_ids), len(group.missing)
+        prompt, samples = group.prompt, len(group.missing)
+        tokens = len(prompt.token_ids)
         return self.span(
-            "request", prompt=prompt.id, turn=turn, samples=samples, prompt_tokens=tokens
+            "request", prompt=prompt.id, turn=group.turn, samples=samples, prompt_tokens=tokens
         )
 
     def answered(self, values: dict[str, object], samples: Sequence[object]) -> None:

@@ -12,13 +12,17 @@ sampled the prefix.  Row P + n - 1, the prefix's last token, was never an input 
 the first token of the continuation and comes from the request for it.  A further turn is the same
 with an environment's tokens between prefix and continuation: their rows, too, come from the request
 that first computed them.
+
+So a continuation is read as a part: a record that begins with the last token before it, and holds
+the rows from this token on.  Reading it does not depend on the length of what is known.
 Shapes: S tokens of the sequence, R sampled, L MoE layers, K top-k; P prompt, n prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -26,6 +30,7 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, check_digest
 from megatron_rl.records.sampling_mask import join_masks
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
+from megatron_rl.rollout.client.pages import empty
 from megatron_rl.rollout.client.routed_experts import (
     RoutedExpertsError,
     decode_routed_experts,
@@ -63,13 +68,25 @@ class ExpectedSample:
     the name is not checked."""
     prefix: Rollout | None = None
     """The start of the response, which the request had as input."""
-    known: Rollout | None = None
-    """The sampled part of the input: the prefix or earlier turns.  Its rows before
-    Sampling.first_row were not requested again."""
+    start: int = 0
+    """Tokens of the prompt that are not part of the record, nor of the prefix: their rows are
+    known."""
 
     @property
     def num_prefix_tokens(self) -> int:
         return 0 if self.prefix is None else self.prefix.response_length
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of tokens that the server had as input."""
+        return len(self.prompt.token_ids) + self.num_prefix_tokens
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """int64, the tokens of the input with which the record of the sample begins."""
+        if self.prefix is not None:
+            return self.prefix.tokens[-1:]
+        return np.asarray(self.prompt.token_ids[self.start :], np.int64)
 
 
 def parse_sample(
@@ -98,8 +115,8 @@ def parse_sample(
     version = sampling.policy_version
     spans = parse_spans(meta, version, max(version, newest_version), sampling.run)
     prefix, rollout_id, spec = expected.prefix, expected.rollout_id, rules.spec
-    inputs = np.asarray(expected.prompt.token_ids) if prefix is None else prefix.tokens
-    check_input(meta, len(inputs))
+    inputs, num_inputs = expected.inputs, expected.num_inputs
+    check_input(meta, num_inputs)
     max_tokens = sampling.max_tokens - expected.num_prefix_tokens
     response = parse_tokens(fields, meta, spec.vocab_size, max_tokens)
     logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
@@ -109,14 +126,11 @@ def parse_sample(
     # its adapter sampled all tokens of a request, also those after a later weight sync
     versions = parse_versions([(version, None)] if rules.by_adapter else spans, len(response))
     if rules.want_routes:
-        known, first_row = expected.known, sampling.first_row
-        length = len(inputs) + len(response)
-        routes, missing = parse_routes(meta, rollout_id, length, spec, known, first_row)
-        if versions[-1] > version:
-            # the weights changed during this request: after a retraction only rows that were known
-            # before it keep their routes
-            first_row = 0 if known is None else first_row
-            routes, missing = after_retraction(meta, routes, missing, first_row)
+        first_row, start = sampling.first_row, num_inputs - len(inputs)
+        length = num_inputs + len(response)
+        routes, missing = parse_routes(meta, rollout_id, length, spec, first_row, start)
+        if versions[-1] > version:  # the weights changed during this request
+            routes, missing = after_retraction(meta, routes, missing)
     if rules.drop_missing_routes:
         check_all_rows(rollout_id, missing)
     rollout = Rollout(
@@ -130,7 +144,7 @@ def parse_sample(
         missing_routes=missing,
         sampling_mask=mask,
     )
-    return rollout if prefix is None else join_rollouts(prefix, rollout)
+    return rollout if prefix is None else join_parts(prefix, rollout)
 
 
 def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
@@ -141,41 +155,81 @@ def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
         )
 
 
-def is_small(sample: object, prompt: Prompt, rules: SampleRules) -> bool:
-    """Return True if reading the sample takes less time than starting a thread for it."""
-    tokens = len(prompt.token_ids) + num_tokens(sample)
-    # per token its id, and its expert ids where they are requested
-    ids_per_token = rules.spec.num_layers * rules.spec.top_k * rules.want_routes
-    return tokens * (1 + ids_per_token) < SMALL_VALUES
+def is_small(sample: object, num_inputs: int) -> bool:
+    """Return True if reading the sample takes less time than starting a thread for it.
+
+    num_inputs: number of input tokens in its record.
+    """
+    routes = meta_info(sample).get("routed_experts")
+    num_ids = len(routes) * 3 // 16 if isinstance(routes, str | memoryview) else 0
+    return num_inputs + num_tokens(sample) + num_ids < SMALL_VALUES
 
 
 def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
-    """Return the response that starts with `prefix` and continues with `more`.
+    """Return the response that starts with `prefix` and continues with `more`, whose prompt is
+    prompt + prefix, for another turn followed by what an environment answered.
 
-    The prompt of `more` is prompt + prefix, for another turn followed by what an environment
-    answered.  Raises ValueError where the routes of one are not those of its tokens, or `more` does
-    not continue `prefix`.
+    Raises ValueError where the routes of one are not those of its tokens, or `more` does not
+    continue `prefix`.
     """
-    check_continues(prefix, more)
-    size = len(prefix.tokens)
-    routes, missing = more.routed_experts, more.missing_routes
-    if routes is not None:
-        rows = size - 1  # the prefix's last token has no row of its own
-        missing = None if missing is None else missing[rows:]
-        routes, missing = after_known(prefix, rows, routes[rows:], missing)
-    turns = (*prefix.episode.turns, *more.episode.turns)
-    seconds = (*prefix.episode.turn_seconds, *more.episode.turn_seconds)
+    check_continues(prefix, more, len(prefix.tokens))
+    return join_parts(prefix, part_of(more, len(prefix.tokens) - 1))
+
+
+def part_of(rollout: Rollout, start: int) -> Rollout:
+    """Return the record without its first `start` tokens, which are of its prompt, and their
+    rows.
+    """
+    if not start:
+        return rollout
+    routes, missing = rollout.routed_experts, rollout.missing_routes
+    turns = tuple((end - start, reason) for end, reason in rollout.episode.turns)
+    return replace(
+        rollout,
+        tokens=rollout.tokens[start:],
+        prompt_length=rollout.prompt_length - start,
+        routed_experts=None if routes is None else routes[start:],
+        missing_routes=None if missing is None else missing[start:],
+        environment=tuple((a - start, b - start) for a, b in rollout.environment),
+        episode=replace(rollout.episode, turns=turns),
+        routes_digest=None,
+    )
+
+
+def join_parts(*parts: Rollout) -> Rollout:
+    """Return the response of these parts: each begins with the last token of the one before, and
+    holds the rows from there on.
+
+    Raises ValueError where the routes of one are not those of its tokens, or it does not continue
+    the one before.
+    """
+    for before, after in pairwise(parts):
+        check_continues(before, after, 1)
+    last = parts[-1]
+    starts = list(accumulate((len(part.tokens) - 1 for part in parts[:-1]), initial=0))
+    environment: list[tuple[int, int]] = []
+    for start, part in zip(starts, parts, strict=True):
+        if start and part.prompt_length > 1:
+            environment.append((start + 1, start + part.prompt_length))
+        environment += [(start + begin, start + end) for begin, end in part.environment]
+    turns = tuple(
+        (start + end, reason)
+        for start, part in zip(starts, parts, strict=True)
+        for end, reason in part.episode.turns
+    )
+    seconds = tuple(pair for part in parts for pair in part.episode.turn_seconds)
     # a checkpoint of an older version has turns without seconds
     seconds = seconds if len(seconds) == len(turns) else ()
-    masks = [part.sampling_mask for part in (prefix, more) if part.sampling_mask is not None]
-    between = ((size, more.prompt_length),) if more.prompt_length > size else ()
+    masks = [part.sampling_mask for part in parts if part.sampling_mask is not None]
+    routes, missing = joined_routes(parts)
     return replace(
-        more,
-        prompt_length=prefix.prompt_length,
-        environment=(*prefix.environment, *between, *more.environment),
-        episode=replace(more.episode, turns=turns, turn_seconds=seconds),
-        rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
-        policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
+        last,
+        tokens=np.concatenate([parts[0].tokens, *(part.tokens[1:] for part in parts[1:])]),
+        prompt_length=parts[0].prompt_length,
+        environment=tuple(environment),
+        episode=replace(last.episode, turns=turns, turn_seconds=seconds),
+        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
         routed_experts=routes,
         missing_routes=missing,
         sampling_mask=join_masks(masks) if masks else None,
@@ -183,10 +237,29 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
     )
 
 
-def check_continues(prefix: Rollout, more: Rollout) -> None:
-    """Raise ValueError unless `more` continues `prefix` and each has the routes of its tokens."""
-    size = len(prefix.tokens)
-    if more.prompt_length < size or not np.array_equal(more.tokens[:size], prefix.tokens):
+def joined_routes(parts: Sequence[Rollout]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the rows of all parts, copied and layer-major, and those without a route."""
+    rows = [part.routed_experts for part in parts if part.routed_experts is not None]
+    if len(rows) < len(parts):
+        return None, None
+    _, num_layers, top_k = rows[0].shape
+    layer_major = empty((num_layers, sum(map(len, rows)), top_k), rows[0].dtype)
+    np.concatenate([ids.transpose(1, 0, 2) for ids in rows], axis=1, out=layer_major)
+    flags = np.concatenate(
+        [
+            np.zeros(len(ids), bool) if part.missing_routes is None else part.missing_routes
+            for ids, part in zip(rows, parts, strict=True)
+        ]
+    )
+    return layer_major.transpose(1, 0, 2), flags if flags.any() else None
+
+
+def check_continues(prefix: Rollout, more: Rollout, overlap: int) -> None:
+    """Raise ValueError unless `more` begins with the last `overlap` tokens of `prefix`, and each
+    has the routes of its tokens.
+    """
+    start, tokens = prefix.tokens[-overlap:], more.tokens[:overlap]
+    if more.prompt_length < overlap or not np.array_equal(start, tokens):
         raise ValueError(
             f"rollout {prefix.id}: its continuation begins with other tokens than were sampled"
             " before"
@@ -223,13 +296,13 @@ def parse_routes(
     rollout_id: str,
     length: int,
     spec: ModelSizes,
-    known: Rollout | None = None,
     first_row: int = 0,
+    start: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the ids, uint8 | int16 [S - 1, L, K], and the rows without a route, bool [S - 1], or
-    None where every row has one.
+    """Return the ids of the rows from `start` on, uint8 | int16 [S - 1 - start, L, K], and those
+    without a route, bool [S - 1 - start], or None where every row has one.
 
-    length: S.  Rows before `first_row` are copied from `known`, unless the server sent all rows.
+    length: S.  first_row: the first row that was asked for.
     """
     payload = meta.get("routed_experts")
     # a memoryview where response_json cut it out of the body
@@ -252,14 +325,19 @@ def parse_routes(
         )
     except RoutedExpertsError as error:
         raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
-    return sent if known is None or not first_row else after_known(known, first_row, *sent)
+    ids, missing = sent
+    if not (known := start - first_row):
+        return ids, missing
+    kept = np.ascontiguousarray(ids[known:].transpose(1, 0, 2)).transpose(1, 0, 2)
+    lost = None if missing is None or not missing[known:].any() else missing[known:]
+    return kept, lost
 
 
 def after_retraction(
-    meta: Mapping[str, object], ids: np.ndarray, missing: np.ndarray | None, first_row: int
+    meta: Mapping[str, object], ids: np.ndarray, missing: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return routes and missing rows of a request during which weights changed: if the server
-    retracted it, no row from `first_row` on has a route.
+    retracted it, no row of its part has a route.
 
     A retraction alone does no harm: tokens and log-probs are those that were sampled, and rows up
     to the retraction come from a second forward of the same weights (docs/guides/sampling.md,
@@ -267,27 +345,7 @@ def after_retraction(
     """
     if meta.get("num_retractions") in (None, 0):
         return ids, missing
-    flags = np.zeros(len(ids), bool) if missing is None else missing
-    ids[first_row:], flags[first_row:] = 0, True
-    return ids, flags
-
-
-def after_known(
-    known: Rollout, first_row: int, ids: np.ndarray, missing: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the rows of `known` up to `first_row`, followed by these: routes, copied and
-    layer-major, and missing rows.
-    """
-    assert known.routed_experts is not None, "rows are known only where there are routes"
-    before = known.routed_experts[:first_row]
-    layer_major = np.concatenate([part.transpose(1, 0, 2) for part in (before, ids)], axis=1)
-    flags = np.concatenate(
-        [
-            np.zeros(len(rows), bool) if lost is None else lost[: len(rows)]
-            for rows, lost in ((before, known.missing_routes), (ids, missing))
-        ]
-    )
-    return np.ascontiguousarray(layer_major).transpose(1, 0, 2), flags if flags.any() else None
+    return np.zeros_like(ids), np.ones(len(ids), bool)
 
 
 def payload_length(num_rows: int, spec: ModelSizes) -> int:
@@ -295,9 +353,9 @@ def payload_length(num_rows: int, spec: ModelSizes) -> int:
     return encoded_length(num_rows * spec.num_layers * spec.top_k * 4)
 
 
-def sends_all_rows(sample: object, rollout: Rollout, spec: ModelSizes) -> bool:
-    """Return True if the sample that became `rollout` holds the routes of all tokens."""
+def sends_all_rows(sample: object, length: int, spec: ModelSizes) -> bool:
+    """Return True if the sample of a sequence of `length` tokens holds the routes of all."""
     payload = meta_info(sample).get("routed_experts")
     if not isinstance(payload, str | memoryview):
         return False
-    return len(payload) == payload_length(len(rollout.tokens) - 1, spec)
+    return len(payload) == payload_length(length - 1, spec)

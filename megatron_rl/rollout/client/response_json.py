@@ -16,6 +16,8 @@ import secrets
 import numpy as np
 import orjson
 
+from megatron_rl.rollout.client.pages import empty
+
 Content = bytes | bytearray | memoryview
 LONG_VALUES = (
     b"routed_experts",
@@ -48,7 +50,7 @@ class Received:
 
     def __init__(self, expected: str | None, max_bytes: int) -> None:
         length = int(expected) if expected is not None and expected.isdecimal() else 0
-        self.memory = np.empty(max(MIN_BYTES, min(length, max_bytes)), np.uint8)
+        self.memory = empty((max(MIN_BYTES, min(length, max_bytes)),), np.uint8)
         self.size = 0
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class Received:
     def __iadd__(self, chunk: bytes) -> Received:
         end = self.size + len(chunk)
         if end > len(self.memory):
-            memory = np.empty(2 * end, np.uint8)
+            memory = empty((2 * end,), np.uint8)
             memory[: self.size] = self.memory[: self.size]
             self.memory = memory
         self.memory[self.size : end] = np.frombuffer(chunk, np.uint8)

@@ -17,6 +17,8 @@ from typing import NoReturn
 import numpy as np
 import pybase64
 
+from megatron_rl.rollout.client.pages import empty
+
 BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time: all arrays of a block stay in the cache
 ROW_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes of a row's K ids -> an integer type of that size, which is faster to move than an opaque
@@ -73,9 +75,7 @@ def decode_routed_experts(
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
     # int16, not uint16: torch supports few operations on it
-    out = np.empty(
-        (len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16
-    )
+    out = empty((len(moe_layers), num_rows, top_k), np.uint8 if num_experts <= 256 else np.int16)
     # the K ids of a row move together
     row_type = ROW_TYPES.get(top_k * out.itemsize, f"V{top_k * out.itemsize}")
     out_rows = out.view(row_type)[..., 0]

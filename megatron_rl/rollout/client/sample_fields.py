@@ -125,9 +125,9 @@ def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarr
     token, finite and <= 0.
     """
     name, entries = "output_token_logprobs", meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, list) and len(entry) >= 2 for entry in entries
-    ):
+    # in C: a tenth of the time of a turn went into a loop here
+    is_nested = isinstance(entries, list) and set(map(type, entries)) <= {list}
+    if not isinstance(entries, list) or not is_nested or min(map(len, entries), default=2) < 2:
         raise SampleDropped("bad_logprobs", f"{name}: expected a list of [log-prob, id, text]")
     logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", name, int, float)
     ids = as_array([entry[1] for entry in entries], "bad_logprobs", name, int)

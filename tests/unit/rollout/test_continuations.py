@@ -12,8 +12,9 @@ from megatron_rl.rollout.client.response import (
     SMALL_VALUES,
     ExpectedSample,
     is_small,
-    join_rollouts,
+    join_parts,
     parse_sample,
+    payload_length,
 )
 from megatron_rl.rollout.client.sample_fields import SampleDropped, checked_logprobs, parse_tokens
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
@@ -46,7 +47,7 @@ def parse(
     sample = cut_start(sample, {"routed_experts_start_len": sent_from})
     size = num_known if settings.get("prefix") is None else P
     prompt, names = Prompt("q", "", tuple(TOKENS[:size].tolist()), ""), {*settings}
-    known = {name: settings.pop(name) for name in names & {"sample_id", "prefix", "known"}}
+    known = {name: settings.pop(name) for name in names & {"sample_id", "prefix", "start"}}
     return parse_sample(
         sample,
         ExpectedSample(prompt, "q/0", **known),
@@ -57,12 +58,15 @@ def parse(
     )
 
 
-def assert_rows(rollout: Rollout, versions: list[int], missing: set[int]) -> None:
-    """Row j is of weights versions[j], or `missing`."""
-    assert np.flatnonzero(rollout.missing_routes).tolist() == sorted(missing)
-    for row, version in enumerate(versions):
+def assert_rows(rollout: Rollout, versions: list[int], missing: set[int], first: int = 0) -> None:
+    """Row j is of weights versions[j - first], or `missing`; the first row of the record is row
+    `first` of the sequence.
+    """
+    lost = [] if rollout.missing_routes is None else rollout.missing_routes
+    assert np.flatnonzero(lost).tolist() == sorted(row - first for row in missing)
+    for row, version in enumerate(versions, first):
         expected = 0 if row in missing else route(version, TOKENS[: row + 1])
-        assert (rollout.routed_experts[row] == expected).all(), row
+        assert (rollout.routed_experts[row - first] == expected).all(), row
 
 
 @pytest.mark.parametrize(
@@ -77,42 +81,27 @@ def test_whichever_row_has_no_route_it_stays_where_it_is(first_row, sends_all):
         prefix = parse(P, [4] * N, lost=(before,))
         assert_rows(prefix, [4] * SEAM, {before})
         for after in range(sent_from, SEAM + M):
-            answer = {
-                "lost": (after,),
-                "sent_from": sent_from,
-                "known": prefix,
-                "first_row": first_row,
-            }
+            answer = {"lost": (after,), "sent_from": sent_from, "first_row": first_row}
             whole = parse(P + N, [7] * M, prefix=prefix, **answer)
             assert_rows(whole, [4] * SEAM + [7] * M, {before, after} if after >= SEAM else {before})
-            alone = parse(P + N, [7] * M, **answer)  # as a further turn
-            assert_rows(
-                alone,
-                [4] * sent_from + [7] * (SEAM + M - sent_from),
-                {before} & {*range(sent_from)} | {after},
-            )
-            assert (
-                join_rollouts(prefix, alone).missing_routes.tolist()
-                == whole.missing_routes.tolist()
-            )
+            part = parse(P + N, [7] * M, start=SEAM, **answer)  # as a further turn
+            assert_rows(part, [7] * M, {after} & {*range(SEAM, SEAM + M)}, SEAM)
+            lost = join_parts(prefix, part).missing_routes.tolist()
+            assert lost == whole.missing_routes.tolist()
 
 
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_a_retraction_leaves_the_rows_that_were_known(is_prefix):
     prefix = parse(P, [4] * N, lost=(1,))
-    settings = {
-        "sent_from": SEAM,
-        "known": prefix,
-        "first_row": SEAM,
-        "policy_version": 7,
-        "newest_version": 8,
-    }
-    settings |= {"prefix": prefix} if is_prefix else {}
-    again = parse(P + N, [7, 7, 8, 8, 8], fields={"num_retractions": 1}, **settings)
-    assert_rows(again, [4] * SEAM, {1, *range(SEAM, SEAM + M)})
-    assert_rows(
-        parse(P + N, [7] * M, fields={"num_retractions": 1}, **settings), [4] * SEAM + [7] * M, {1}
-    )
+    settings = {"sent_from": SEAM, "first_row": SEAM, "policy_version": 7, "newest_version": 8}
+    settings |= {"prefix": prefix} if is_prefix else {"start": SEAM}
+
+    def parsed(versions: list[int]) -> Rollout:
+        part = parse(P + N, versions, fields={"num_retractions": 1}, **settings)
+        return part if is_prefix else join_parts(prefix, part)
+
+    assert_rows(parsed([7, 7, 8, 8, 8]), [4] * SEAM, {1, *range(SEAM, SEAM + M)})
+    assert_rows(parsed([7] * M), [4] * SEAM + [7] * M, {1})
 
 
 def test_no_other_version_than_that_of_the_request_is_taken_where_no_newer_one_is_named():
@@ -129,17 +118,14 @@ def test_a_continuation_has_the_tokens_that_its_prefix_leaves():
 
 def test_samples_with_many_ids_are_read_in_a_thread():
     """They would block the event loop, and with it all other requests."""
-    prompt, ids = Prompt("q", "", (3,) * 100, ""), SPEC.num_layers * SPEC.top_k
-    for want_routes, most in (
-        (False, SMALL_VALUES - 1 - 100),
-        (True, (SMALL_VALUES - 1) // (1 + ids) - 100),
-    ):
+    for rows in (0, 10):
+        routes = {"routed_experts": "A" * payload_length(rows, SPEC)} if rows else {}
+        most = SMALL_VALUES - 1 - 100 - rows * SPEC.num_layers * SPEC.top_k
         for tokens in (1, most, most + 1, 10 * most):
-            rules = SampleRules(SPEC, want_routes)
-            is_read_at_once = is_small({"output_ids": [5] * tokens}, prompt, rules)
-            assert is_read_at_once == (tokens <= most), (want_routes, tokens)
-    rules = SampleRules(SPEC, want_routes=True)
-    assert is_small("no sample", prompt, rules) and is_small({"output_ids": 7}, prompt, rules)
+            sample = {"output_ids": [5] * tokens, "meta_info": routes}
+            assert is_small(sample, 100) == (tokens <= most), (rows, tokens)
+    assert is_small("no sample", 100) and is_small({"output_ids": 7}, 100)
+    assert not is_small("no sample", SMALL_VALUES)
 
 
 def test_an_answer_to_something_else_is_dropped_with_its_reason():

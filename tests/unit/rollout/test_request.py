@@ -31,7 +31,6 @@ from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
 from tests.faults.samples import make_sample, random_routes
-from tests.unit.batch.rollouts import make_rollout
 
 PROMPT = Prompt("q", "", (3, 4, 5), "")
 
@@ -179,10 +178,9 @@ def test_a_prompt_is_prefilled_once_where_its_copies_would_compute_1024_tokens_a
 
 def test_a_prefill_asks_for_no_routes_of_known_rows():
     """It is of the prompt alone, which may be shorter than what is known."""
-    known = make_rollout("q", 3, 597)
-    prompt = Prompt("q", "", (*known.tokens.tolist(), 7, 8), "")
+    prompt = Prompt("q", "", (3,) * 602, "")
     with FakeServer("ok") as server:
-        client_of(server).fill([Group(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION))
+        client_of(server).fill([Group(prompt, 3, start=599)], Sampling(1.0, 8, (), VERSION))
     (body,), (prefill,) = server.requests, server.prefills
     assert body["routed_experts_start_len"] == 599 and "routed_experts_start_len" not in prefill
 

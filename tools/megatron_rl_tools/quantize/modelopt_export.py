@@ -100,7 +100,7 @@ def calibration_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
     if tokenizer.chat_template is None:
         config = config.model_copy(update={"chat_template": False})
     return [
-        prompt.token_ids
+        tuple(prompt.token_ids)
         for prompt in load_prompts(args.prompts, config, tokenizer).prompts[: args.samples]
     ]
 
