@@ -68,8 +68,7 @@ class Branch:
         self.turns: list[Turn] = []
         """The model's turns in this sequence."""
         self.parts: list[Rollout] = []
-        """The record of each turn, a part of the sequence (rollout/client/response.py): they are
-        joined once, at the end."""
+        """The record of each turn, a part of the sequence; they are joined once, at the end."""
         self.is_full = False
         """A turn had no room, or was cut off at the end of the context."""
         self.rewards: list[float] = []
