@@ -38,6 +38,8 @@ class SimulatedInference:
     concurrency: groups in progress at a time (rollout.max_concurrency).
     """
 
+    turns = None  # no teacher shares GPUs
+
     def __init__(self, workload: Workload, speed: Speed, concurrency: int) -> None:
         self.workload, self.concurrency = workload, concurrency
         self.servers = Servers(speed, self._finished)

@@ -110,7 +110,7 @@ def test_rows_find_their_sets_in_any_cut_of_a_batch():
 
 
 def test_blocks_cover_all_rows_and_bound_the_ids(monkeypatch):
-    monkeypatch.setattr("megatron_rl.records.sampling_mask.BLOCK_IDS", 6)
+    monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", 6)
     sampled = np.arange(9)
     sizes = np.array([1, 5, 3, 3, 8, 1, 1, 1, 1])
     mask = SamplingMask.of(

@@ -56,7 +56,7 @@ class Person:
 
         Raises GroupCancelled where the person ends it.
         """
-        prompt, limit = group.prompt.token_ids, group.max_tokens
+        prompt, limit = tuple(group.prompt.token_ids), group.max_tokens
         assert limit is not None
         if prompt[: len(self.shown)] == self.shown:
             new = prompt[len(self.shown) :]
@@ -71,8 +71,8 @@ class Person:
             print(f"    cut after {limit} tokens, as a response of the model would be")
         rollout = Rollout(
             id=group.prompt.id,
-            tokens=np.array(tokens, np.int64),
-            prompt_length=len(prompt),
+            tokens=np.array(tokens[group.start :], np.int64),
+            prompt_length=len(prompt) - group.start,
             rollout_logprobs=np.zeros(len(tokens) - len(prompt), np.float32),
             routed_experts=None,
             finish_reason="length" if len(ids) > limit else "stop",

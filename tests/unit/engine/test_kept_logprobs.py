@@ -49,7 +49,7 @@ def make_case(seed, rows=24, vocab=47, most=6):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("block_ids", [1, 7, 1 << 22])
 def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, monkeypatch):
-    monkeypatch.setattr("megatron_rl.records.sampling_mask.BLOCK_IDS", block_ids)
+    monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", block_ids)
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     logits, weights = 4 * torch.randn(24, 50), torch.randn(2, 24, dtype=torch.float64)

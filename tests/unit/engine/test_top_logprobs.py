@@ -43,7 +43,7 @@ def expected_top(logits, known, temperature):
 @pytest.mark.parametrize(("temperature", "dtype"), [(1.0, "float64"), (0.7, "float32")])
 @pytest.mark.parametrize("block_ids", [1, 1 << 22])
 def test_values_and_gradients(with_kept, which, temperature, dtype, block_ids, monkeypatch):
-    monkeypatch.setattr("megatron_rl.records.sampling_mask.BLOCK_IDS", block_ids)
+    monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", block_ids)
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     if not with_kept:

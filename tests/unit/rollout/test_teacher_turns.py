@@ -182,11 +182,15 @@ def test_servers_teachers_and_trainer_have_the_memory_one_after_the_other(mode):
         loop.inference.give_memory_to_trainer()
         for number in range(3):
             events.clear()
-            assert_taught(step(loop, number))
+            assert_taught(groups := step(loop, number))
             # with over_sample a step may find its responses complete
             assert ("sampling" in events) or (number and mode == "resume")
+            # with "drop" the quickest responses may be to prompts of one source
+            sources = {group.prompt.source for group in groups}
+            assert sources == set(NAMES) or mode == "drop"
+            turns = [event for event in IN_TURNS if event.split()[0] in sources]
             assert [event for event in events if event != "sampling"] == [
-                "trainer frees", "servers wake", "servers release", *IN_TURNS, "trainer restores",
+                "trainer frees", "servers wake", "servers release", *turns, "trainer restores",
             ]  # fmt: skip
             assert "sampling" not in events or events.index("sampling") == 2
             seconds = loop.inference.turn_seconds()

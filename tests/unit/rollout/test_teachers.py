@@ -86,7 +86,8 @@ def test_groups_are_complete_when_their_teacher_has_scored_them():
             SAMPLING,
             on_progress=lambda: complete.append(sum(group.is_complete for group in groups)),
         )
-        assert complete == [1, 2, 3]
+        # a group is complete when it is reported; others may be, too
+        assert len(complete) == 3 and all(map(int.__ge__, complete, (1, 2, 3)))
         for group in groups[:2]:
             for rollout in group.closed().rollouts:
                 assert_taught(rollout)
