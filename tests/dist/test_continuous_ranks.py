@@ -62,7 +62,12 @@ def replicas(*script: str, servers: int = 1, source=None, is_slow=None, **rollou
         server_pool=pool if fakes else None,
     )
     real = loop.serve
-    loop.inference.pusher.push = lambda *given, **options: (real(*given, **options), dist.barrier())
+
+    def push(*given, **options):
+        real(*given, **options)
+        dist.barrier()
+
+    loop.inference.pusher.push = push
     try:
         yield loop, fakes
     finally:

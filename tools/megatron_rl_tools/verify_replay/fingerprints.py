@@ -241,7 +241,10 @@ def make_batch(
     ]
     num_tokens = sum(rollout.response_length for rollout in everyone)
     return MiniBatch(
-        tuple(micro_batches), num_responses=len(everyone), num_response_tokens=num_tokens
+        tuple(micro_batches),
+        num_responses=len(everyone),
+        num_response_tokens=num_tokens,
+        samples=tuple(map(tuple, replicas[replica])),
     )
 
 
