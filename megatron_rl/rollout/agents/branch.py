@@ -346,7 +346,7 @@ class Branch:
 
     @property
     def result(self) -> Callable[[], Rollout] | None:
-        """What joins the turns up to now, with their rewards and messages; None without a turn."""
+        """A call that joins the turns up to now, with rewards and messages; None without a turn."""
         if not self.parts:
             return None
         messages = tuple(self._messages) if self._session.chat is not None else ()

@@ -283,7 +283,7 @@ def test_a_teacher_that_stays_wrong_stops_the_run():
 
 
 def test_a_signal_while_a_teacher_scores_leaves_all_to_the_checkpoint():
-    """What was sampled and scored is saved, and the trainer gets the memory."""
+    """The sampled and scored responses are saved, and the trainer gets the memory."""
     with taught(scripts={"odd": ("hang",)}) as (loop, _teachers, events, _server):
         loop.inference.give_memory_to_trainer()
 

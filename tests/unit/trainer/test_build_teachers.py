@@ -1,4 +1,4 @@
-"""How a run starts its teachers: those that share GPUs one after the other, each checked awake."""
+"""A run starts teachers that share GPUs one after the other, and checks each one awake."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
