@@ -28,7 +28,6 @@ import contextlib
 import logging
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -143,9 +142,7 @@ async def replaced(session: Any, prompt: Any) -> Any:
 
 def measure(ways: Sequence[str], turns: int, repeats: int, routes: bool, profile: str) -> str:
     """Run the episodes in this process; return the table."""
-    from transformers import PreTrainedTokenizerFast
-
-    from benchmarks.agent_turns import make_tokenizer
+    from benchmarks.agent_turns import loaded_tokenizer
     from megatron_rl.config import AgentConfig, RolloutConfig
     from megatron_rl.models.spec import ModelSizes
     from megatron_rl.records import Prompt
@@ -157,9 +154,7 @@ def measure(ways: Sequence[str], turns: int, repeats: int, routes: bool, profile
     from megatron_rl.rollout.group import Group
 
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as name:
-        make_tokenizer(Path(name))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    tokenizer = loaded_tokenizer()
     spec = ModelSizes(
         num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), top_k=TOP_K, num_experts=EXPERTS,
         vocab_size=len(tokenizer),

@@ -24,7 +24,6 @@ import ctypes
 import gc
 import logging
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,14 @@ async def replaced(session: Any, prompt: Any) -> Any:
 
 
 def make_client(url: str, rollout: Any, *, routes: bool) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    from benchmarks.agent_turns import make_tokenizer
+    from benchmarks.agent_turns import loaded_tokenizer
     from megatron_rl.config import AgentConfig, RolloutConfig
     from megatron_rl.models.spec import ModelSizes
     from megatron_rl.rollout.agents.runner import EpisodeRunner
     from megatron_rl.rollout.client.client import RolloutClient
 
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as name:
-        make_tokenizer(Path(name))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    tokenizer = loaded_tokenizer()
     spec = ModelSizes(
         num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), top_k=TOP_K, num_experts=EXPERTS,
         vocab_size=VOCABULARY,

@@ -82,6 +82,13 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
 
 
+def loaded_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of make_tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer(Path(folder))
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def make_answers(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[bytes]]:
     """Return client -> the answer of each turn, all of ANSWER_TOKENS tokens, with RID in the place
     of the request's id.

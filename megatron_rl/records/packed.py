@@ -141,12 +141,12 @@ class MiniBatch:
     sequences is one response."""
     num_response_tokens: int
     """GLOBAL count, over all data-parallel replicas."""
+    samples: tuple[tuple[Sample, ...], ...]
+    """The sequences of every micro-batch, from which it was packed; they alone have expert ids."""
     index: int = 0
     """Index of the update that uses it, among the step's N."""
     lockstep_efficiency: float = 1.0
     """Share of time, planned over all replicas, in which no replica waits for another."""
-    samples: tuple[tuple[Sample, ...], ...] = ()
-    """The sequences of every micro-batch, from which it was packed; they alone have expert ids."""
     policy_version: int | None = None
     """Version of pi_old, where metrics by the age of tokens are wanted."""
 

@@ -225,7 +225,7 @@ class Branch:
         assert self._asked is not None
         part = self._ended(self._asked.rollouts[0])
         if self.parts:
-            check_continues(self.parts[-1], part, 1)
+            check_continues(self.parts[-1], part)
         self.parts.append(part)
         self._is_busy, self._asked = False, None
         start, end = len(self._tokens), len(self._tokens) + len(turn.token_ids)

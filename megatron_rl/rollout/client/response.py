@@ -165,37 +165,6 @@ def is_small(sample: object, num_inputs: int) -> bool:
     return num_inputs + num_tokens(sample) + num_ids < SMALL_VALUES
 
 
-def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
-    """Return the response that starts with `prefix` and continues with `more`, whose prompt is
-    prompt + prefix, for another turn followed by what an environment answered.
-
-    Raises ValueError where the routes of one are not those of its tokens, or `more` does not
-    continue `prefix`.
-    """
-    check_continues(prefix, more, len(prefix.tokens))
-    return join_parts(prefix, part_of(more, len(prefix.tokens) - 1))
-
-
-def part_of(rollout: Rollout, start: int) -> Rollout:
-    """Return the record without its first `start` tokens, which are of its prompt, and their
-    rows.
-    """
-    if not start:
-        return rollout
-    routes, missing = rollout.routed_experts, rollout.missing_routes
-    turns = tuple((end - start, reason) for end, reason in rollout.episode.turns)
-    return replace(
-        rollout,
-        tokens=rollout.tokens[start:],
-        prompt_length=rollout.prompt_length - start,
-        routed_experts=None if routes is None else routes[start:],
-        missing_routes=None if missing is None else missing[start:],
-        environment=tuple((a - start, b - start) for a, b in rollout.environment),
-        episode=replace(rollout.episode, turns=turns),
-        routes_digest=None,
-    )
-
-
 def join_parts(*parts: Rollout) -> Rollout:
     """Return the response of these parts: each begins with the last token of the one before, and
     holds the rows from there on.
@@ -204,7 +173,7 @@ def join_parts(*parts: Rollout) -> Rollout:
     the one before.
     """
     for before, after in pairwise(parts):
-        check_continues(before, after, 1)
+        check_continues(before, after)
     last = parts[-1]
     starts = list(accumulate((len(part.tokens) - 1 for part in parts[:-1]), initial=0))
     environment: list[tuple[int, int]] = []
@@ -254,15 +223,13 @@ def joined_routes(parts: Sequence[Rollout]) -> tuple[np.ndarray | None, np.ndarr
     return layer_major.transpose(1, 0, 2), flags if flags.any() else None
 
 
-def check_continues(prefix: Rollout, more: Rollout, overlap: int) -> None:
-    """Raise ValueError unless `more` begins with the last `overlap` tokens of `prefix`, and each
-    has the routes of its tokens.
+def check_continues(prefix: Rollout, more: Rollout) -> None:
+    """Raise ValueError unless `more` is a part that begins with the last token of `prefix`, and
+    each has the routes of its tokens.
     """
-    start, tokens = prefix.tokens[-overlap:], more.tokens[:overlap]
-    if more.prompt_length < overlap or not np.array_equal(start, tokens):
+    if more.prompt_length < 1 or more.tokens[0] != prefix.tokens[-1]:
         raise ValueError(
-            f"rollout {prefix.id}: its continuation begins with other tokens than were sampled"
-            " before"
+            f"rollout {prefix.id}: its continuation begins with another token than the last before"
         )
     # servers' weights only become newer, and so do the versions of a response's tokens
     if more.oldest_version < prefix.policy_versions[-1]:

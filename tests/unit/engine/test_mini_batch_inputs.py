@@ -46,8 +46,9 @@ def test_kept_tokens_are_counted_over_the_sequences_of_an_episode():
 
 def test_a_mini_batch_without_the_numbers_of_its_responses_is_refused():
     """As one that an earlier version saved; other losses do not need them."""
-    part = pack([Sample(make_rollout("p/0", 3, 5), 0.5)])
-    arguments = MiniBatch((part,), 1, 5), [part], [torch.zeros(part.num_tokens)]
+    samples = (Sample(make_rollout("p/0", 3, 5), 0.5),)
+    part = pack(samples)
+    arguments = MiniBatch((part,), 1, 5, (samples,)), [part], [torch.zeros(part.num_tokens)]
     with pytest.raises(
         ValueError, match=r"kept_mean needs Sample\.response .*the program that saved it"
     ):

@@ -94,6 +94,18 @@ def test_routes_stay_in_their_memory_on_a_cpu():
     assert chosen == {CPU: RouteMemory, GPU: PinnedMemory}
 
 
+def test_memory_of_a_gpu_is_pinned_and_of_the_ids_type(monkeypatch):
+    made, empty = [], torch.empty
+
+    def noted(size, *, dtype, pin_memory):
+        made.append((size, dtype, pin_memory))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    assert PinnedMemory()._new(5, np.dtype(np.int16)).dtype == np.int16
+    assert made == [(5, torch.int16, True)]
+
+
 def test_small_tensors_are_copied_from_pinned_memory_without_waiting():
     calls = []
 
@@ -154,6 +166,8 @@ def test_only_what_is_asked_for_is_returned():
     assert vars(nothing) == dict.fromkeys(vars(nothing))
     assert replayed.reference is replayed.compared is None and replayed.live_rows is not None
     assert compared.replay is compared.live_rows is None and compared.reference is not None
+    bare = mini_batch([make_rollout("a", 2, 3, routes=False)])
+    assert len(cut.of(bare, replay=False, compare=False)) == 1, "it needs no routes"
 
 
 def test_what_breaks_a_rule_is_refused_by_rollout_and_row_unless_it_was_checked():
@@ -173,3 +187,5 @@ def test_what_breaks_a_rule_is_refused_by_rollout_and_row_unless_it_was_checked(
     with pytest.raises(ValueError, match=r"rollout b, row 2: .*layer 1 are \[5, 5\]"):
         cut.of(batch, replay=False, compare=True)
     assert len(cut.of(batch, replay=True, compare=False, check=False)) == 1
+    other = RolloutRoutes(LAYOUT, 4, CPU)
+    assert len(other.of(batch, replay=True, compare=False, check=False)) == 1

@@ -21,7 +21,7 @@ from megatron_rl.rollout.agents import EpisodeError, Step
 from megatron_rl.rollout.agents.rollout_function import load_function
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.missing_routes import count_missing_routes
@@ -29,6 +29,7 @@ from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scoring import make_turns, score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import honest_sample
+from tests.unit.rollout.parts import join_turns
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
@@ -209,15 +210,15 @@ def test_an_episode_travels_unchanged_and_a_moved_span_is_found():
             pack([Sample(broken, 1.0)])
 
 
-def test_a_retokenized_history_does_not_join():
+def test_a_turn_that_begins_after_another_token_does_not_join():
     with FakeServer("ok") as server:
         rollout = sample(client_of([server], "two_turns"), group_size=1)[0].rollouts[0]
         first, second = parts_of([server], rollout)
-    assert np.array_equal(join_rollouts(first, second).routed_experts, rollout.routed_experts)
+    assert np.array_equal(join_turns(first, second).routed_experts, rollout.routed_experts)
     tokens = second.tokens.copy()
-    tokens[4] += 1
-    with pytest.raises(ValueError, match="begins with other tokens than were sampled"):
-        join_rollouts(first, replace(second, tokens=tokens, routes_digest=None))
+    tokens[len(first.tokens) - 1] += 1
+    with pytest.raises(ValueError, match="begins with another token than the last before"):
+        join_turns(first, replace(second, tokens=tokens, routes_digest=None))
 
 
 def test_rows_of_the_environment_count_as_given_ones():

@@ -14,11 +14,12 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import drop_older
-from megatron_rl.rollout.client.response import ended, join_rollouts
+from megatron_rl.rollout.client.response import ended, join_parts
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
+from tests.unit.rollout.parts import join_turns, part_of
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(4)]
 P, N, M = 3, 4, 5
@@ -48,7 +49,7 @@ def tokens():
 
 def test_every_token_keeps_what_it_was_sampled_with(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
-    joined = join_rollouts(prefix, more)
+    joined = join_turns(prefix, more)
     assert (
         joined.policy_versions.tolist() == [4] * N + [7] * M
         and joined.policy_versions.dtype == np.int32
@@ -67,7 +68,7 @@ def test_every_token_keeps_what_it_was_sampled_with(tokens):
         "the test cannot tell them apart"
     )
     assert joined.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
-    third = join_rollouts(
+    third = join_turns(
         replace(joined, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8)
     )
     assert third.policy_versions.tolist() == [4] * N + [7] * M + [8]
@@ -77,27 +78,30 @@ def test_every_token_keeps_what_it_was_sampled_with(tokens):
 def test_missing_routes_stay_with_their_request(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     gaps = np.arange(P + N + M - 1) % 2 == 0
-    joined = join_rollouts(prefix, replace(more, missing_routes=gaps))
+    joined = join_turns(prefix, replace(more, missing_routes=gaps))
     assert joined.missing_routes.tolist() == [False] * (P + N - 1) + gaps[P + N - 1 :].tolist()
-    joined = join_rollouts(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
+    joined = join_turns(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
     assert joined.missing_routes.tolist() == gaps[: P + N - 1].tolist() + [False] * M
-    assert join_rollouts(prefix, more).missing_routes is None
+    assert join_turns(prefix, more).missing_routes is None
 
 
 def test_parts_of_different_responses_are_refused(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     other = tokens.copy()
-    other[P] += 1
-    with pytest.raises(ValueError, match="rollout q/0: its continuation begins with other tokens"):
-        join_rollouts(prefix, forward(other, P + N, 7))
-    with pytest.raises(ValueError, match="begins with other tokens"):
-        join_rollouts(prefix, forward(tokens, P + N - 1, 7))
+    other[P + N - 1] += 1
+    with pytest.raises(ValueError, match="rollout q/0: its continuation begins with another token"):
+        join_turns(prefix, forward(other, P + N, 7))
+    with pytest.raises(ValueError, match="begins with another token"):
+        join_turns(prefix, forward(tokens, P + N - 1, 7))
     with pytest.raises(ValueError, match="continuation is of older weights"):
-        join_rollouts(prefix, forward(tokens, P + N, 3))
-    for damaged in (prefix, more):
-        swapped = replace(damaged, routed_experts=np.roll(damaged.routed_experts, 1, axis=0))
+        join_turns(prefix, forward(tokens, P + N, 3))
+    parts = prefix, part_of(more, P + N - 1)
+    for damaged in range(2):
+        mixed = list(parts)
+        routes = np.roll(parts[damaged].routed_experts, 1, axis=0)
+        mixed[damaged] = replace(parts[damaged], routed_experts=routes)
         with pytest.raises(ValueError, match="rollout q/0: digest of tokens and routed experts"):
-            join_rollouts(swapped, more) if damaged is prefix else join_rollouts(prefix, swapped)
+            join_parts(*mixed)
 
 
 def test_an_abort_that_comes_with_the_last_token_does_not_hide_the_end(tokens):

@@ -26,7 +26,7 @@ from megatron_rl.records.row_sets import sets_of_tokens
 from megatron_rl.records.sampling_mask import SamplingMask, join_masks
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import GenerateRequest
-from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
 from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
@@ -36,6 +36,7 @@ from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer
 from tests.faults.samples import SPEC, VERSION, honest_sample
 from tests.unit.batch.rollouts import make_rollout
+from tests.unit.rollout.parts import join_turns
 from tests.unit.test_sampling_mask import make_mask
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
@@ -155,7 +156,7 @@ def test_turns_and_continuations_join_their_sets():
         policy_versions=np.full(5, 2, np.int32),
     )
     more = with_mask(more, 1)
-    joined = join_rollouts(first, more)
+    joined = join_turns(first, more)
     assert (
         joined.environment == ((7, 9),) and len(joined.sampling_mask) == 9 == joined.response_length
     )
@@ -169,7 +170,7 @@ def test_turns_and_continuations_join_their_sets():
         with pytest.raises(
             ValueError, match="rollout r: kept sets of only one of prefix and continuation"
         ):
-            join_rollouts(*parts)
+            join_turns(*parts)
 
 
 def test_sets_survive_bytes_and_files(tmp_path):

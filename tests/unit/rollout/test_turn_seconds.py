@@ -17,7 +17,6 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.agents.recorded import turns_of
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
@@ -27,6 +26,7 @@ from megatron_rl_tools.check_rollouts.length_checks import check_turns
 from tests.fake_model import TurnModel
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.unit.batch.rollouts import make_rollout
+from tests.unit.rollout.parts import join_turns
 from tests.words import word_tokenizer
 
 PROMPT = Prompt(id="q", text="", token_ids=(3, 4, 5), label="")
@@ -152,8 +152,8 @@ def test_turns_of_an_older_checkpoint_have_no_seconds():
         ((0.25, 0.5),),
     ]
     ended = [t.with_episode(turns=((len(t.tokens), "stop"),)) for t in turns]
-    assert join_rollouts(*ended[:2]).episode.turn_seconds == ((0.5, 1.0), (2.0, 3.0))
-    assert join_rollouts(ended[0].with_episode(turn_seconds=()), ended[1]).span_seconds == []
+    assert join_turns(*ended[:2]).episode.turn_seconds == ((0.5, 1.0), (2.0, 3.0))
+    assert join_turns(ended[0].with_episode(turn_seconds=()), ended[1]).span_seconds == []
 
 
 def test_check_rollouts_wants_the_seconds_of_every_turn_or_of_none():

@@ -20,12 +20,12 @@ from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.recorded import RecordedTurns, turns_of
 from megatron_rl.rollout.agents.runner import EpisodeCall, EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
+from tests.unit.rollout.parts import join_turns
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
@@ -286,13 +286,13 @@ def test_turns_of_a_rollout_join_to_it_again():
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         (group,) = fill(client_of(server, "repeatable"), [Group(PROMPTS[0], 1)], 3)
     rollout = group.rollouts[0]
-    joined = reduce(join_rollouts, turns_of(rollout))
+    joined = reduce(join_turns, turns_of(rollout))
     assert [len(turn.routed_experts) - len(turn.tokens) for turn in turns_of(rollout)] == [-1] * 5
     assert joined.environment == rollout.environment
     assert joined.routes_digest == rollout.routes_digest and joined.missing_routes is None
     for row in range(len(rollout.tokens) - 1):
         lost = np.arange(len(rollout.tokens) - 1) == row
-        again = reduce(join_rollouts, turns_of(replace(rollout, missing_routes=lost)))
+        again = reduce(join_turns, turns_of(replace(rollout, missing_routes=lost)))
         assert np.array_equal(again.missing_routes, lost), row
     for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts"):
         assert np.array_equal(getattr(joined, name), getattr(rollout, name)), name
@@ -360,7 +360,7 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
         policy_versions=first.policy_versions + 1,
         rollout_logprobs=first.rollout_logprobs - 0.1,
     )
-    record = replace(newer, finish_reason="abort").after([join_rollouts(first, second)])
+    record = replace(newer, finish_reason="abort").after([join_turns(first, second)])
     groups = [Group(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
     model = TurnModel(version=4)
     with FakeServer("ok", source=model) as server:

@@ -34,7 +34,8 @@ def given():
 
 
 def mini_batch(given, index):
-    return MiniBatch(tuple(pack(samples) for samples in given.samples[index][0]), 4, 100)
+    parts = tuple(map(tuple, given.samples[index][0]))
+    return MiniBatch(tuple(map(pack, parts)), 4, 100, parts)
 
 
 def test_joined_turns_are_those_of_the_definition(given):

@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import numpy as np
 
 from megatron_rl.batch.pack import Sample
 from megatron_rl.records import Rollout
 from megatron_rl.records.packed import MiniBatch
-from megatron_rl.rollout.client.response import join_rollouts
+from megatron_rl.rollout.client.response import join_parts
 
 PROMPT = 3
 LEAST = 2
@@ -76,20 +75,23 @@ def make_request(
 
 
 def join(name: str, requests: Sequence[TurnRequest]) -> Rollout:
-    """Join the turns one by one with the trainer's own code."""
-    turns = [
+    """Join the turns with the trainer's own code, each read as a part: from the last token of the
+    turn before on.
+    """
+    starts = [0, *(len(request.tokens) - 1 for request in requests[:-1])]
+    parts = [
         Rollout(
             id=name,
-            tokens=request.tokens,
-            prompt_length=request.first,
+            tokens=request.tokens[start:],
+            prompt_length=request.first - start,
             rollout_logprobs=request.logprobs,
-            routed_experts=request.routes,
+            routed_experts=request.routes[start:],
             finish_reason="stop",
             policy_versions=np.zeros(len(request.logprobs), np.int32),
         )
-        for request in requests
+        for start, request in zip(starts, requests, strict=True)
     ]
-    return reduce(join_rollouts, turns)
+    return join_parts(*parts)
 
 
 # The sequence that must result --------------------------------------------------------------------
