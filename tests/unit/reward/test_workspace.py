@@ -182,6 +182,7 @@ def test_a_command_that_ends_the_workspace_is_told(workspace):
     if "ended" in first:
         assert workspace.shell("echo on") == first
     workspace._process.kill()  # as a machine without memory does
+    workspace._process.wait()  # its last act is the end of those inside
     lost = workspace.shell("echo on")
     assert lost.startswith("error: the workspace has ended: ") and workspace.view("b") == lost
 
@@ -198,6 +199,7 @@ def test_answers_that_a_command_has_forged_are_no_danger(box, monkeypatch):
 
 def test_nothing_stays_of_a_workspace(box):
     marker = secrets.token_hex(8)
+    gc.collect()  # what tests before this one have left
     before = set(os.listdir("/proc/self/fd")), threading.active_count()
     with Workspace(box=box) as workspace:
         running = threading.Thread(target=workspace.shell, args=(f"sleep 60; : {marker}",))
