@@ -106,7 +106,7 @@ class Sums:
     """An all-reduce between threads."""
 
     def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=30), {}
+        self.barrier, self.given = threading.Barrier(size, timeout=120), {}
 
     def add(self, tensor: torch.Tensor, rank: int) -> None:
         self.given[rank] = tensor.clone()
