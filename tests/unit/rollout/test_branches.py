@@ -13,6 +13,7 @@ from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import AgentConfig, RolloutConfig, load_config
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.episode import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.sequence_limit import sequence_limit
@@ -415,3 +416,35 @@ def test_messages_follow_the_last_turn_of_its_sequence(monkeypatch):
         key = (*rollout.tokens[:start].tolist(), None, *rollout.tokens[start:end].tolist())
         assert messages_of[key] == [{"role": "tool", "content": "4"}]
         assert rollout.tokens[end : end + 2].tolist() == [40, 41]
+
+
+INPUTS = {"messages": [{"role": "user", "content": "go"}], "tokens": [42], "text": "w43"}
+
+
+async def reads_turns(session, prompt):
+    await session.generate(max_tokens=1)
+    for kind in ("messages", "tokens", "messages", "text"):
+        session.observe(INPUTS[kind])
+        assert (await session.generate(max_tokens=1)).reply
+    return session.finish()
+
+
+def test_a_turn_after_raw_text_is_read_from_all_tokens_before_it():
+    """A format reads a turn from the tokens that it wrote itself; it did not write these."""
+    runner = EpisodeRunner(
+        AgentConfig(function=f"{__name__}:reads_turns"), word_tokenizer(), SPEC.vocab_size, 0
+    )
+    read = []
+    runner.chat = SimpleNamespace(
+        stop_token_ids=[],
+        extend=lambda *_: [40, 41],
+        parse=lambda prompt, *_: read.append(len(prompt)) or Reply("", None, ()),
+    )
+    with FakeServer("ok", source=TurnModel(version=VERSION)) as server:
+        cfg = RolloutConfig(max_retries=0)
+        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        groups = sample(client)
+    start = len(PROMPTS[0].token_ids)
+    # after messages: the turn before, of one token, and the two that the format wrote
+    numbers = [3, start + 5, 3, start + 10]
+    assert sorted(read) == sorted(numbers * sum(len(group.rollouts) for group in groups))
