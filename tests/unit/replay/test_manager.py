@@ -160,6 +160,43 @@ def manager_router(manager, layer):
     return SimpleNamespace(router_replay=RouteOverride(manager.decide, layer))
 
 
+def test_watchers_and_observers_get_every_call_with_what_was_used_and_what_is_live():
+    manager, routers = make(layers=(3, 7))
+    watched, observed = [], []
+
+    def watch(local, micro_batch, rows, used):
+        watched.append((local, micro_batch, rows, used))
+
+    def observe(local, micro_batch, live, margins, flipped):
+        observed.append((local, micro_batch, live, margins, flipped))
+
+    reference = routes(seed=9)
+    compared = torch.ones(ROWS, dtype=torch.bool)
+    batches = [
+        Routes(replay=routes(seed), reference=reference, compared=compared) for seed in (0, 1)
+    ]
+    with manager.observed(observe), manager.run_pass(batches, training=False, watch=watch):
+        for micro_batch in (1, 0):
+            with manager.forward(micro_batch):
+                for local, router in enumerate(routers):
+                    ask(router, scores(local))
+    calls = [(local, micro_batch) for micro_batch in (1, 0) for local in (0, 1)]
+    assert [row[:2] for row in watched] == [row[:2] for row in observed] == calls
+    for local, micro_batch, rows, used in watched:
+        assert torch.equal(rows, scores(local))
+        assert torch.equal(used, routes(micro_batch)[local].long())
+    for local, _, live, margins, flipped in observed:
+        best = scores(local).topk(K)
+        assert torch.equal(live, best.indices) and len(margins) == ROWS
+        rows = zip(live.tolist(), reference[local].tolist(), strict=True)
+        assert flipped.tolist() == [set(row) != set(other) for row, other in rows]
+    assert any(row[4].any() for row in observed)
+    with manager.run_pass(batches[:1], training=False), manager.forward(0):
+        for router in routers:
+            ask(router, scores())
+    assert len(watched) == len(observed) == 4, "those of another pass are not called"
+
+
 def test_a_router_that_was_not_called_is_an_error():
     manager, (first, _) = make()
     with pytest.raises(RuntimeError, match=r"not consumed.*\[\(0, 1\)\]"):

@@ -88,6 +88,14 @@ def test_log_probs_are_those_of_all_experts(scores_are_logits):
     torch.testing.assert_close(got, expected.gather(1, ids))
 
 
+def test_log_probs_are_float32_and_carry_no_gradient():
+    scores = scores_of(0)[0].bfloat16().requires_grad_()
+    ids = scores_of(1)[0].topk(K).indices
+    got = router_logprobs(scores, ids, scores_are_logits=True)
+    assert got.dtype == torch.float32 and not got.requires_grad
+    torch.testing.assert_close(got, scores.float().log_softmax(-1).gather(1, ids))
+
+
 def test_the_experts_are_those_of_the_old_pass_whatever_is_used_now():
     before, now = scores_of(2), scores_of(3)
     ids, others = before.topk(K).indices, now.topk(K).indices
@@ -149,7 +157,7 @@ def test_a_stage_without_moe_layers_adds_nothing():
         layers = range(LAYERS) if rank else []
         watch(record, before, ids, layers)
         watch(shift, now, ids, layers)
-        bounds = [torch.tensor([0, ROWS])]
+        bounds = [torch.tensor([0, 3, 5, ROWS])]  # three sequences
         return shift_per_token(
             shift, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu")
         )
