@@ -183,7 +183,7 @@ def measure(ways: Sequence[str], turns: int, repeats: int, routes: bool, profile
             runner.function = rollout_of(way, turns)
             group = Group(Prompt("0", text, tuple(tokenizer.encode(text)), ""), 1)
             (filled,) = await client._generate([group], sampling, 1, None, None)
-            (rollout,) = filled.closed().rollouts
+            (rollout,) = filled.rollout_group().rollouts
             assert rollout.response_length == turns * SAMPLED
             assert rollout.has_routes == routes
         return np.diff(clock).tolist()

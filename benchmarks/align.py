@@ -136,7 +136,7 @@ def align(
 ) -> list[np.ndarray]:
     """Align the routes as the engine does in a step (RolloutRoutes), without the row states."""
     cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
-    size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
+    size = len(layout.layers) * layout.num_router_rows(TOKENS) * TOP_K
     locals_ = []
     for index, rollout in enumerate(rollouts):
         assert rollout.routed_experts is not None
@@ -150,7 +150,7 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
     layout, memory = make_layout(name), RouteMemory()
     local = align(rollouts, layout, memory)
     payload = sum(ids.nbytes for ids in local)
-    rows = torch.arange(TOKENS)[layout.rows(torch.tensor([0, TOKENS]))].numpy()
+    rows = torch.arange(TOKENS)[layout.router_rows(torch.tensor([0, TOKENS]))].numpy()
     for ids, rollout in zip(local, rollouts, strict=True):  # what is timed is right
         known = rows < TOKENS - 1
         assert rollout.routed_experts is not None
@@ -293,7 +293,7 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
         ep_size=1,
     )
     ours = layout.local_routes([np.ascontiguousarray(ids[:, is_moe]) for ids in routes], bounds)
-    rows = torch.arange(int(bounds[-1]))[layout.rows(bounds)]
+    rows = torch.arange(int(bounds[-1]))[layout.router_rows(bounds)]
     ends = torch.tensor(
         [start + size - 1 for start, size in zip(bounds.tolist(), lengths, strict=False)]
     )

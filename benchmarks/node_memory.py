@@ -82,7 +82,7 @@ def share_a_step(share: bool) -> tuple[int, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     if parallel.is_replica_leader:
-        closed = [scheduler.close(group) for group in open_groups]
+        closed = [scheduler.rollout_group(group) for group in open_groups]
         groups = [
             RolloutGroup(group.prompt, group.rollouts, np.zeros(GROUP_SIZE, np.float32))
             for group in closed

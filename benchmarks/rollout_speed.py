@@ -216,7 +216,7 @@ def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Re
                 )
                 time.sleep(seconds)
                 began = time.monotonic()
-                scheduler.finish()
+                scheduler.end_sampling()
                 record.idle += time.monotonic() - began
                 inference.push(step + 1)
                 scheduler.step_done()

@@ -38,7 +38,7 @@ class SimulatedInference:
     concurrency: groups in progress at a time (rollout.max_concurrency).
     """
 
-    turns = None  # no teacher shares GPUs
+    teacher_turns = None  # no teacher shares GPUs
 
     def __init__(self, workload: Workload, speed: Speed, concurrency: int) -> None:
         self.workload, self.concurrency = workload, concurrency
@@ -71,7 +71,7 @@ class SimulatedInference:
             return
         self.version = self.servers.version
         for group in [*self.of.values()]:
-            if any(group.begins_at(version) for version in range(oldest)):
+            if any(group.has_oldest_version(version) for version in range(oldest)):
                 for response in [
                     response
                     for response in self.asked.values()
@@ -220,7 +220,7 @@ class Run:
             began = servers.clock
             sampled = self.scheduler.take(step, step)
             record.idle += servers.clock - began
-            record.dropped += len(self.scheduler.taken) - len(sampled.groups)  # by over_sample
+            record.dropped += len(self.scheduler.removed) - len(sampled.groups)  # by over_sample
             trained = servers.clock + record.train(responses_of(sampled), step)
             servers.advance(trained)
             self.scheduler.prepare_sync()  # drains, cuts responses short, or keeps requests

@@ -17,7 +17,7 @@ from megatron_rl.config.rules.sft_rules import DEFAULTS, check_is_sft
 from megatron_rl.launch.exit_codes import BAD_CONFIG
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import StopSignal, grace_period
-from megatron_rl.metrics.trackers.background import leave
+from megatron_rl.metrics.trackers.background import exit_if_tracker_hangs
 from megatron_rl.options import parse_sft
 from megatron_rl.train import run_job
 
@@ -41,7 +41,9 @@ def sft(cfg: Config) -> None:
         trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
             # every row is a response with reward 1, so that its advantage is 1
-            batches = trainer.make_batches(trainer.sample(step), step)
+            groups = trainer.add_advantages(trainer.sample(step), step)
+            trainer.record(groups, step)
+            batches = trainer.make_batches(groups, step)
             # after its first update a step must finish
             trainer.stop_if_signalled()
             for batch in batches:
@@ -57,7 +59,7 @@ def sft(cfg: Config) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train; the exit status is that of megatron_rl.train."""
     status = run(argv)
-    leave(status)
+    exit_if_tracker_hangs(status)
     return status
 
 

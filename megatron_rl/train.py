@@ -10,7 +10,7 @@
         --resume               continue from the newest checkpoint of the run directory, which must
                                have one
 
-Read `train` first: it is the algorithm.  Each stage that it calls has its own folder.
+Read `train` first: it is the algorithm.  Its stages are methods of Trainer (trainer/trainer.py).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from megatron_rl.launch.signals import (
     follow_launcher,
     grace_period,
 )
-from megatron_rl.metrics.trackers.background import leave
+from megatron_rl.metrics.trackers.background import exit_if_tracker_hangs
 from megatron_rl.options import parse
 
 
-def train(cfg: Config, rollouts: Path | None = None) -> None:
+def train(cfg: Config, saved_run: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N
     updates, weight sync, report.
 
-    With rollout.max_staleness above 0 the servers sample later steps while this one trains, and
-    mu_old may be older than pi_old (docs/design/architecture.md#scheduler).
+    mu: the policy as the servers sample it.  pi_old: the policy in the training engine before the
+    step's updates.  pi: the policy that the updates change (docs/concepts/formulation.md).
 
-    mu_old: the policy as the servers sample it.  pi_old: the policy in the training engine before
-    the step's updates.  theta: the weights after them (docs/concepts/formulation.md).
+    With rollout.max_staleness above 0 the servers sample later steps while this one trains, and mu
+    may be older than pi_old (docs/design/architecture.md#scheduler).
 
-    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or
+    saved_run: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or
     sent then.
     """
     # these load torch and megatron-core, seconds that --dry-run saves
@@ -55,26 +55,28 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     from megatron_rl.trainer.build import start_trainer
 
     grace = grace_period(cfg.checkpoint.grace_seconds, device_of(cfg.run.device))
-    with StopSignal(grace) as stop, start_trainer(cfg, rollouts) as trainer:
+    with StopSignal(grace) as stop, start_trainer(cfg, saved_run) as trainer:
         # from here a signal no longer interrupts: it ends sampling, saves and stops
         trainer.listen(stop)
-        # the weights as loaded; a resumed run repeats no evaluation
+        # the weights as loaded
         trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
-            groups = trainer.sample(step)  # y ~ mu_old: log mu_old, the experts used, R(x, y)
-            batches = trainer.make_batches(groups, step)  # advantages A(x, y), N mini-batches
+            groups = trainer.sample(step)  # y ~ mu: log mu, the experts used, R(x, y)
+            groups = trainer.add_advantages(groups, step)  # A(x, y)
+            trainer.record(groups, step)  # their files and metrics
+            batches = trainer.make_batches(groups, step)  # N mini-batches, packed
             # log pi_old.  replay.mode = R2 records here the experts that the updates use; R3 uses
             # the servers' experts here and in the updates
             old_passes = trainer.old_logprobs(batches)
             for batch, old in zip(batches, old_passes, strict=True):
-                trainer.update(batch, old)  # one optimizer update on the loss: theta
-            trainer.sync_weights(version=step + 1)  # mu_old <- theta
+                trainer.update(batch, old)  # one optimizer update of pi on the loss
+            trainer.sync_weights(version=step + 1)  # mu <- pi
             # report first: evaluating and saving reset the step's clock.  save last: it keeps that
             # this step was evaluated
             trainer.report(step, old_passes)
             trainer.evaluate(step + 1)
             trainer.save(step + 1)
-            # their routes take gigabytes of the host, which the next step's need
+            # free the routes: they take gigabytes of host memory, which the next step needs
             del groups, batches, batch, old_passes, old
         trainer.finish()
 
@@ -83,7 +85,7 @@ def collect(cfg: Config) -> None:
     """Sample, score and save the rollouts of every step; the weights never change."""
     from megatron_rl.trainer.build import start_trainer
 
-    # with the engine, although nothing is trained: it sends the weights and checks parity
+    # the engine is needed although nothing is trained: it sends the weights and checks parity
     with start_trainer(cfg) as trainer:
         for step in trainer.steps():
             trainer.record(trainer.sample(step), step)
@@ -99,8 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     process with 87 (launch/exit_codes.py).
     """
     status = run(argv)
-    # returns, unless a tracker hangs: then it ends the process here
-    leave(status)
+    exit_if_tracker_hangs(status)
     return status
 
 

@@ -53,7 +53,7 @@ class Loop:
         self.inference = Inference(
             lambda: (), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
         )
-        self.inference.taken = urls, 0  # as after the first push
+        self.inference.pushed_to = urls, 0  # as after the first push
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
         self.rollouts = LiveRollouts(

@@ -75,7 +75,7 @@ def train_pass(
     for tokens, ids in zip(batches, routes, strict=True):
         bounds = torch.tensor([0, len(tokens)])
         # never an input of the engine
-        last = torch.arange(len(tokens))[layout.rows(bounds)] == len(tokens) - 1
+        last = torch.arange(len(tokens))[layout.router_rows(bounds)] == len(tokens) - 1
         local = torch.from_numpy(layout.local_routes([ids], bounds))  # this rank's part
         replayed.append(Routes(replay=local, live_rows=last.nonzero().flatten()))
     losses = []

@@ -93,9 +93,11 @@ class AllSections(Section):
         return 0.9 * 60 * self.run.collective_timeout_minutes
 
     def start_seconds(self, device: Device) -> float:
-        """Return the time for a server to start."""
+        """Return the time for a server to start: rollout.start_seconds, with "auto" at most 81 % of
+        run.collective_timeout_minutes.
+        """
         default = self.rollout.start_seconds(device)
         # with "auto" a server fails, with its log, before the watchdog ends the run
         is_set = self.rollout.start_timeout_seconds != "auto"
-        # 0.9 x 0.9 = 81 % of run.collective_timeout_minutes
+        # 0.9 x 0.9 = 81 %
         return default if is_set else min(default, 0.9 * self.stage_seconds)

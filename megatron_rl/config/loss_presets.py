@@ -132,7 +132,7 @@ MINIRL = LossSpec(
 PPO = LossSpec(form="ratio", clip="ratio", clip_low=0.2, clip_high=0.2)
 GRPO = replace(PPO, advantage="std", aggregation="sequence_mean")
 DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
-UNCLIPPED = LossSpec("std", form="ratio", aggregation="token_mean")
+UNCLIPPED = LossSpec(advantage="std", form="ratio", aggregation="token_mean")
 REINFORCE = LossSpec()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
 DPPO = replace(
@@ -154,7 +154,7 @@ PRESETS: dict[str, LossSpec] = {
     "dr_grpo": PPO,  # GRPO without its division by std and by length
     "gspo": replace(GRPO, clip_level="geometric", clip_low=3e-4, clip_high=4e-4),
     "cispo": LossSpec(
-        "std", "staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27,
+        advantage="std", weight="staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27,
         aggregation="token_mean",
     ),
     "decoupled_ppo": replace(PPO, weight="train_infer"),
@@ -184,7 +184,8 @@ PRESETS: dict[str, LossSpec] = {
         reject_only="diverging",
     ),
     "sapo": LossSpec(
-        "std", form="sigmoid", tau_positive=1.0, tau_negative=1.05, aggregation="sequence_mean",
+        advantage="std", form="sigmoid", tau_positive=1.0, tau_negative=1.05,
+        aggregation="sequence_mean",
     ),
     "gmpo": GMPO,
     "rspo": replace(GMPO, router_shift=True, shift_floor=0.8),
@@ -202,4 +203,4 @@ SFT = "sft"
 """loss.name of supervised training (megatron_rl/sft.py): the mean of -log pi over learned tokens,
 which is REINFORCE with a reward of 1 for every row.
 """
-SUPERVISED: dict[str, LossSpec] = {SFT: LossSpec("reward", aggregation="token_mean")}
+SUPERVISED: dict[str, LossSpec] = {SFT: LossSpec(advantage="reward", aggregation="token_mean")}

@@ -35,7 +35,7 @@ class PromptStream(ABC):
     def take(self, n: int) -> list[Prompt]:
         """Take the next `n` prompts.
 
-        Raises DataError where fewer are left: see `num_left`.
+        Raises DataError where fewer are left: see `num_available`.
         """
         taken, self.returned = self.returned[:n], self.returned[n:]
         while len(taken) < n:
@@ -48,14 +48,14 @@ class PromptStream(ABC):
             taken.append(prompt)
         return taken
 
-    def num_left(self, most: int) -> int:
-        """Return how many of the next `most` prompts there are: fewer only where a source that is
+    def num_available(self, wanted: int) -> int:
+        """Return how many of the next `wanted` prompts there are: fewer only where a source that is
         not repeated is used up.
         """
         if self.is_endless:
-            return most
-        ahead, count = self._copy(), min(most, len(self.returned))
-        while count < most and ahead._next() is not None:
+            return wanted
+        ahead, count = self._copy(), min(wanted, len(self.returned))
+        while count < wanted and ahead._next() is not None:
             count += 1
         return count
 

@@ -45,7 +45,7 @@ def source_line(config: DataConfig, name: str) -> str:
 def used_up_line(stream: PromptStream, run: RunConfig) -> Iterator[str]:
     """Yield a warning where the prompts are used up before run.num_steps."""
     needed = run.num_steps * run.prompts_per_step
-    left = stream.num_left(needed)
+    left = stream.num_available(needed)
     if left < needed:
         yield (
             f"WARNING data.train is used up after {left // run.prompts_per_step} steps at most,"

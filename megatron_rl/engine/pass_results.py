@@ -53,11 +53,11 @@ class UpdateTokens:
     """Index of the micro-batch in its mini-batch."""
     micro_batch: PackedBatch
     logprobs: Tensor
-    """float32 [T] log pi_theta."""
+    """float32 [T] log pi."""
     old_logprobs: Tensor
     """float32 [T] log pi_old."""
     entropy: Tensor
-    """float32 [T] entropy of pi_theta, in nats."""
+    """float32 [T] entropy of pi, in nats."""
     loss: PolicyLoss
     shares: Tensor
     """[T] what every token adds to the mini-batch loss."""

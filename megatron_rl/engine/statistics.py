@@ -96,7 +96,7 @@ def pass_tokens(
 
 
 def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tensor, " n"]) -> None:
-    """Add the training-inference discrepancy of one mini-batch, pi_old against mu_old.
+    """Add the training-inference discrepancy of one mini-batch, pi_old against mu.
 
     Collective over tokens.cp_group.
     """
@@ -128,7 +128,7 @@ def add_update_pass(
     logprobs: Float[Tensor, " n"],
     old_logprobs: Float[Tensor, " n"],
 ) -> None:
-    """Add the staleness of one mini-batch, pi against pi_old, and the total, pi against mu_old.
+    """Add the staleness of one mini-batch, pi against pi_old, and the total, pi against mu.
 
     Collective over tokens.cp_group.
     """

@@ -41,7 +41,7 @@ class UpdateLoss:
     """Parts of the mini-batch loss over micro-batches, data- and context-parallel ranks."""
     observe: ObserveTokens | None = None
     seen: list[Tensor] = field(default_factory=list)
-    """float32 [T] log pi_theta, detached, of the micro-batches so far, where statistics count."""
+    """float32 [T] log pi, detached, of the micro-batches so far, where statistics count."""
 
     def __call__(self, index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
         """Return this rank's part of the mini-batch loss, a scalar to differentiate."""

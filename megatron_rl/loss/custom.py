@@ -26,11 +26,11 @@ class LossInputs:
     """
 
     logprobs: Float[Tensor, " T"]
-    """log pi_theta, of the current weights."""
+    """log pi, of the current weights."""
     old_logprobs: Float[Tensor, " T"]
     """log pi_old, of the training engine before the step's updates."""
     rollout_logprobs: Float[Tensor, " T"]
-    """log mu_old, of the inference engine."""
+    """log mu, of the inference engine."""
     advantages: Float[Tensor, " T"]
     mask: Bool[Tensor, " T"]
     """Response tokens.  A user's function gets it without tokens that have a value not finite."""
@@ -41,7 +41,7 @@ class LossInputs:
     """Mean shift of the router's log-probabilities, with loss.router_shift
     (replay/router_shift.py)."""
     entropy: Float[Tensor, " T"] | None = None
-    """Entropy of pi_theta over the vocabulary, in nats; a user's function gets it where
+    """Entropy of pi over the vocabulary, in nats; a user's function gets it where
     loss.entropy_coef is not 0."""
     reference_logprobs: Float[Tensor, " T"] | None = None
     """log pi_ref, of the frozen model as loaded; a user's function gets it where loss.kl_coef is

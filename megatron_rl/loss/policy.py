@@ -6,14 +6,18 @@ Shapes: T packed tokens of one micro-batch.
     l_t = -keep_i * sg[W_t] * A_t * f_t  +  penalty_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 
     sg      stop-gradient
-    keep_i  0 for a token that `reject` or `veto` drops, else 1
+    keep_i  0 for the tokens that `reject` or `veto` drops: all of response i, or with reject_only
+            those of one kind; else 1
     W_t     importance weight: the ratio `weight`, bounded by weight_mode; 0 for a token that the
             switch `mask` or Clip-Cov drops
     M_t     0 for a token that `clip` drops, else 1
     q_t     ratio of pi to the policy of clip_anchor, at clip_level
     f_t     M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio),
             or a soft function of the ratio (loss/surrogate.py)
+    penalty_t  penalty_coef * `penalty`, 0 without one
     H_t     entropy of pi over the vocabulary
+    KL_t    estimate of KL(pi || pi_ref) (loss/kl.py)
+    gamma_t with router_shift, a factor of q_t (`router_trust`)
 
 `aggregate` sums l_t over the mini-batch.  A q_t with gradient is written sg[q_t] * pi/sg[pi]: its
 gradient is q_t grad log pi, also where q_t is the ratio of a response.

@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def is_copy(self) -> bool:
-        """True if another sample is this sequence, and is learned from in its place."""
+        """True for padding: a duplicate of another sample, which is left out of the loss."""
         return self.episode_length == 0
 
 
@@ -60,7 +60,7 @@ class RowState(enum.IntEnum):
     REPLAYED = 0
     """It uses the recorded expert ids."""
     LIVE = 1
-    """No ids exist (last token of a response, or a gap in its routes): the router chooses."""
+    """No ids exist (last token of a sequence, or a row without a route): the router chooses."""
     PAD = 2
     """Not a token: the ids are synthetic, distinct and spread over the EP ranks."""
 
@@ -108,8 +108,8 @@ class PackedBatch:
     """For every sequence the kept sets of its sampled tokens, encoded; None: none were sampled with
     top_p, top_k or min_p."""
     set_index: torch.Tensor | None = None
-    """int64 [T], with sampling_masks: place of the row's label among the sampled tokens of all
-    sequences, end to end, which is also the place of its kept set; -1 where it has no set."""
+    """int64 [T], with sampling_masks: index of the row's label among the sampled tokens of all
+    sequences, end to end, which is also the index of its kept set; -1 where it has no set."""
     teacher_logprobs: torch.Tensor | None = None
     """float32 [T], log pi_T of the row's label, 0 where teacher_weights is 0; None: no teacher."""
     teacher_weights: torch.Tensor | None = None
@@ -118,7 +118,7 @@ class PackedBatch:
     """The teacher's most probable tokens, of every sequence with teacher_weights above 0; None:
     loss.teacher_form = token, or no teacher."""
     top_index: torch.Tensor | None = None
-    """int64 [T], with teacher_tops: place of the row's label among the sampled tokens of all
+    """int64 [T], with teacher_tops: index of the row's label among the sampled tokens of all
     teacher_tops, end to end; -1 where the row has no teacher or is outside loss_mask."""
     kept: KeptSets | None = None
     """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);

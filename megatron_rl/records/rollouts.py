@@ -77,7 +77,7 @@ class Rollout:
     prompt_length: int
     """Number of tokens before the first sampled one."""
     rollout_logprobs: np.ndarray
-    """float32 [R], log mu_old(y_t) of the sampled tokens; with a sampling_mask renormalised over
+    """float32 [R], log mu(y_t) of the sampled tokens; with a sampling_mask renormalised over
     each token's set."""
     routed_experts: np.ndarray | None
     """uint8 (int16 above 256 experts) [S - 1, L, K], the experts that the server used for rows
@@ -277,8 +277,9 @@ class RolloutGroup:
 def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Return the groups without expert ids.
 
-    Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
-    lines of files.  `with_routes` follows before the groups are trained on.
+    Rewards, penalties, advantages, names, metrics and lines of files are made from these, so that
+    few files can see, and misalign, expert ids (tests/dist/test_id_holders.py).  Arrays are shared,
+    not copied.  `with_routes` follows before the groups are trained on.
     """
     return [
         replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))

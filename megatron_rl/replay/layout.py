@@ -74,32 +74,37 @@ class RankLayout:
             return slice(0, int(cu_seqlens[-1]))  # a slice copies nothing, in the common case
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
-    def rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
+    def router_rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
         """Return the packed rows of this rank's routers, in their order.  With sequence parallelism
         they are a slice of the model's rows.
 
         Raises ValueError where the slices of the tensor ranks would not be equal.
         """
-        rows, width = self.model_rows(cu_seqlens), self.width(cu_seqlens)
+        rows, stride = self.model_rows(cu_seqlens), self.row_stride(cu_seqlens)
         # rows on this context-parallel rank: of the micro-batch, or of each sequence where padded
-        num_steps = int(cu_seqlens[-1]) // self.cp_size // width
+        num_positions = int(cu_seqlens[-1]) // self.cp_size // stride
         parts = self.tp_size if self.sequence_parallel else 1
-        if num_steps % parts:
+        if num_positions % parts:
             what = "sequences" if self.padded else "micro-batch"
             key = "sequence_multiple" if self.padded else "pad_multiple"
             raise ValueError(
-                f"{what} of {num_steps} rows on a rank, not a multiple of parallel.tp ="
+                f"{what} of {num_positions} rows on a rank, not a multiple of parallel.tp ="
                 f" {self.tp_size}: sequence parallelism needs it; pack with {key} ="
                 f" {self.pad_multiple}"
             )
-        size = num_steps // parts
+        size = num_positions // parts
         first = self.tp_rank * size if parts > 1 else 0
         part = slice(first, first + size)
         if self.padded:  # the model is [S, B]: transpose, then cut positions, not rows
-            return torch.arange(int(cu_seqlens[-1]))[rows].view(width, num_steps).T[part].flatten()
+            return (
+                torch.arange(int(cu_seqlens[-1]))[rows]
+                .view(stride, num_positions)
+                .T[part]
+                .flatten()
+            )
         return part if isinstance(rows, slice) else rows[part]
 
-    def width(self, cu_seqlens: Sequence[int] | Tensor) -> int:
+    def row_stride(self, cu_seqlens: Sequence[int] | Tensor) -> int:
         """Return the distance in the model of successive rows of a sequence: B where padded, else
         1.
         """
@@ -113,7 +118,7 @@ class RankLayout:
         values: those of the router rows of all tensor ranks, one rank after the other, as
         sum_over_stages returns them.  T: rows of this context-parallel rank.
         """
-        return values.view(-1, self.width(cu_seqlens)).T.flatten()
+        return values.view(-1, self.row_stride(cu_seqlens)).T.flatten()
 
     def local_routes(
         self,
@@ -129,49 +134,49 @@ class RankLayout:
         Rows of last tokens are 0 (they route live); pads get distinct experts, spread over all.
         """
         bounds = cu_seqlens.tolist()
-        shape = (len(self.layers), self.num_rows(bounds[-1]), self.top_k)
-        dtype, width, layer_runs = routes[0].dtype, self.width(bounds), self._layer_runs
+        shape = (len(self.layers), self.num_router_rows(bounds[-1]), self.top_k)
+        dtype, stride, layer_runs = routes[0].dtype, self.row_stride(bounds), self._layer_runs
         word = word_type(dtype.itemsize * self.top_k)
         memory = np.empty(math.prod(shape), dtype) if out is None else out
         # two views of one memory: `words` has all K ids of a row as one element, which is copied
         # several times faster
-        local, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
+        ids, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
         pads: list[np.ndarray] = []
         for sequence, start, stop, to in self.runs(bounds):
             # rows of positions start .. known - 1 are written
-            known, end_row = start, to + (stop - start) * width
+            known, end_row = start, to + (stop - start) * stride
             if sequence < len(routes):  # else it is a pad sequence, at the end of the micro-batch
                 length = len(routes[sequence])
                 if length > start:
                     known = stop if length >= stop else length
                     source = routes[sequence].view(word)
-                    rows = slice(to, to + (known - start) * width, width)
+                    rows = slice(to, to + (known - start) * stride, stride)
                     for stage_layers, layers in layer_runs:
                         words[stage_layers, rows] = source[start:known, layers, 0].T
                 if known == length < stop:  # the last token: the server has no route for it
-                    local[:, to + (known - start) * width] = 0
+                    ids[:, to + (known - start) * stride] = 0
                     known += 1
             if known < stop:
-                pads.append(local[:, to + (known - start) * width : end_row : width])
+                pads.append(ids[:, to + (known - start) * stride : end_row : stride])
         # experts are spread over all pads of the micro-batch together: spread over every short run,
         # they would begin with the same experts
         if pads:
             ends = np.cumsum([ids.shape[1] for ids in pads])
             spread = pad_routes(int(ends[-1]), self.num_experts, self.top_k, self.ep_size).numpy()
-            for ids, end in zip(pads, ends, strict=True):
-                ids[:] = spread[end - ids.shape[1] : end]
-        return local
+            for pad, end in zip(pads, ends, strict=True):
+                pad[:] = spread[end - pad.shape[1] : end]
+        return ids
 
-    def num_rows(self, num_packed: int) -> int:
+    def num_router_rows(self, num_packed: int) -> int:
         """Return t, the number of this rank's router rows, for `num_packed` packed rows."""
         return num_packed // self._num_shares
 
     def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Return `rows` as runs (sequence, first position in it, end position, this rank's row of
-        the first position).  The rows of a run are `width` apart.
+        """Return `router_rows` as runs (sequence, first position in it, end position, this rank's
+        row of the first position).  The rows of a run are `row_stride` apart.
         """
-        width = self.width(bounds)
-        size = self.num_rows(bounds[-1]) // width
+        stride = self.row_stride(bounds)
+        size = self.num_router_rows(bounds[-1]) // stride
         low = self.tp_rank * size if self.sequence_parallel else 0
         num_chunks, chunks = self._chunks
         runs = []
@@ -189,7 +194,7 @@ class RankLayout:
                     # the difference between a position in the sequence and this rank's row
                     offset = index * chunk - ahead
                     start, stop = first + offset, min(after, size) + offset
-                    runs.append((sequence, start, stop, first * width + column))
+                    runs.append((sequence, start, stop, first * stride + column))
                 ahead = after
         return runs
 

@@ -102,7 +102,7 @@ class ReplayManager:
         self.scores_are_logits = scores_are_logits
         self.id_dtype = torch.uint8 if num_experts <= 256 else torch.int16
         # index on the model's axis -> index among this stage's layers
-        self._local = {layer: index for index, layer in enumerate(self.layers)}
+        self._stage_layers = {layer: index for index, layer in enumerate(self.layers)}
         self._routers = dict(routers)
         self._pass: ReplayPass | None = None
         self._observe: ObserveRoutes | None = None
@@ -180,7 +180,7 @@ class ReplayManager:
                 " pass"
             )
         state.consumed.add(key)
-        local, routes = self._local[layer], state.routes[state.micro_batch]
+        stage_layer, routes = self._stage_layers[layer], state.routes[state.micro_batch]
         live: Tensor | None = None  # the live choice, where it is computed
         # replayed rows need their live choice only where the mismatch is measured
         if routes.replay is None or state.mismatch is not None:
@@ -188,16 +188,22 @@ class ReplayManager:
             live = used[1]
         if routes.replay is not None:
             ids = self._with_live_rows(
-                routes.replay[local], layer, routes.live_rows, scores, live, live_topk
+                routes.replay[stage_layer], layer, routes.live_rows, scores, live, live_topk
             )
             used = gather(scores, ids)
         if state.mismatch is not None and live is not None and routes.reference is not None:
             bias = getattr(self._routers[layer], "expert_bias", None)
             state.mismatch.add(
-                local, state.micro_batch, scores, live, used[1], routes.reference[local], bias=bias
+                stage_layer,
+                state.micro_batch,
+                scores,
+                live,
+                used[1],
+                routes.reference[stage_layer],
+                bias=bias,
             )
         if state.watch is not None:
-            state.watch(local, state.micro_batch, scores, used[1])
+            state.watch(stage_layer, state.micro_batch, scores, used[1])
         if state.record:
             state.used[key] = used[1].to(self.id_dtype)
         # a forward without gradient before a backward: core checkpoints this layer, and will run it

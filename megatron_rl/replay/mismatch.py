@@ -80,7 +80,7 @@ class Mismatch:
 
     def add(
         self,
-        local: int,
+        stage_layer: int,
         micro_batch: int,
         scores: Tensor,
         live: Tensor,
@@ -89,7 +89,7 @@ class Mismatch:
         *,
         bias: Tensor | None = None,
     ) -> None:
-        """Compare the ids live [t, K] and used [t, K] with reference [t, K] in layer `local`.
+        """Compare the ids live [t, K] and used [t, K] with reference [t, K] in layer `stage_layer`.
 
         scores: [t, E], by which the router selects.
         bias: [E], the part of `scores` that is no part of gate weights (expert bias).
@@ -110,7 +110,7 @@ class Mismatch:
         margin = lowest - scores.scatter(1, live, -math.inf).amax(1)
         gates = chosen if bias is None else chosen - bias.float()[live]
         weights = gates.softmax(1) if self.scores_are_logits else gates / gates.sum(1, keepdim=True)
-        self.sums[local] += torch.stack(
+        self.sums[stage_layer] += torch.stack(
             [
                 compared.sum(),
                 flipped.sum(),
@@ -126,9 +126,9 @@ class Mismatch:
             self.largest_gap = torch.maximum(self.largest_gap, gap.amax().double())
         self.flips[micro_batch].add_(flipped)  # adds up over the layers of a pass
         first = self.first_flip[micro_batch]
-        first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
+        first.copy_(torch.where(flipped, first.clamp(max=self.layers[stage_layer]), first))
         if self.observe is not None:
-            self.observe(local, micro_batch, live, margin, flipped)
+            self.observe(stage_layer, micro_batch, live, margin, flipped)
 
 
 def flips_per_token(

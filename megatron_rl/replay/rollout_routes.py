@@ -67,7 +67,7 @@ class RolloutRoutes:
                 f" {batch.rollout_ids[0]} has none; start the server with"
                 " --enable-return-routed-experts"
             )
-        rows = layout.rows(batch.cu_seqlens)
+        rows = layout.router_rows(batch.cu_seqlens)
         state = batch.row_state[rows]
         if check:  # before cutting, which assumes the shape
             check_routes(
@@ -77,7 +77,7 @@ class RolloutRoutes:
                 num_experts=layout.num_experts,
                 top_k=layout.top_k,
             )
-        size = len(layout.layers) * layout.num_rows(batch.num_tokens) * layout.top_k
+        size = len(layout.layers) * layout.num_router_rows(batch.num_tokens) * layout.top_k
         ids = layout.local_routes(
             experts, batch.cu_seqlens, self._memory.take(index, size, experts[0].dtype)
         )

@@ -46,9 +46,9 @@ class RouterRecord:
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """(micro-batch, index of this stage's layer) -> (ids [t, K], log-probabilities [t, K])."""
 
-    def __call__(self, local: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
+    def __call__(self, stage_layer: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
         values = router_logprobs(scores, used, scores_are_logits=self.scores_are_logits)
-        self.kept[micro_batch, local] = used.to(self.id_dtype), values
+        self.kept[micro_batch, stage_layer] = used.to(self.id_dtype), values
 
     def stacked(self, micro_batch: int) -> tuple[Tensor, Tensor] | None:
         """Return (ids, log-probabilities), [l, t, K] each, of this stage's l layers; None where it
@@ -63,7 +63,8 @@ class RouterRecord:
     def put(self, micro_batch: int, ids: Tensor, values: Tensor) -> None:
         """Restore the record of a micro-batch from the result of `stacked`."""
         self.kept |= {
-            (micro_batch, local): parts for local, parts in enumerate(zip(ids, values, strict=True))
+            (micro_batch, stage_layer): parts
+            for stage_layer, parts in enumerate(zip(ids, values, strict=True))
         }
 
 
@@ -77,8 +78,8 @@ class RouterShift:
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Micro-batch -> float32 [t]."""
 
-    def __call__(self, local: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
-        ids, before = self.old.kept[micro_batch, local]
+    def __call__(self, stage_layer: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
+        ids, before = self.old.kept[micro_batch, stage_layer]
         now = router_logprobs(scores, ids.long(), scores_are_logits=self.old.scores_are_logits)
         change = (now - before).abs().mean(1)
         self.sums[micro_batch] = (
@@ -101,7 +102,7 @@ def shift_per_token(
     num_layers: L, the MoE layers of the model.
     Collective over `model_group` (tp x pp).
     """
-    rows = [layout.num_rows(int(cu_seqlens[-1])) for cu_seqlens in bounds]
+    rows = [layout.num_router_rows(int(cu_seqlens[-1])) for cu_seqlens in bounds]
     # a stage without MoE layers adds zeros
     parts = [
         shift.sums.get(index, torch.zeros(count, device=device)) for index, count in enumerate(rows)

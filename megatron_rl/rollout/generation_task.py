@@ -38,7 +38,7 @@ class GenerationTask:
 
     def start(self, client: RolloutClient) -> None:
         """Start, or continue after an error with what is still missing."""
-        self._mark(is_in_call=True)
+        self._mark(is_in_task=True)
         # new queues: the call before may have left events and commands
         self.error, self.events, self.commands = None, SimpleQueue(), SimpleQueue()
         self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
@@ -69,10 +69,10 @@ class GenerationTask:
     def add(self, groups: Sequence[Group]) -> None:
         """Sample these, too; only while the task is open."""
         for group in self.groups:
-            group.is_in_call = not group.is_complete
+            group.is_in_task = not group.is_complete
         # complete groups are released: a step may have trained on them
-        self.groups = [*(group for group in self.groups if group.is_in_call), *groups]
-        self._mark(is_in_call=True)
+        self.groups = [*(group for group in self.groups if group.is_in_task), *groups]
+        self._mark(is_in_task=True)
         self.commands.put(groups)
 
     def wait(
@@ -113,7 +113,7 @@ class GenerationTask:
         """
         self.sampling, self.groups = replace(self.sampling, policy_version=version), list(groups)
         if self.thread is not None:
-            self._mark(is_in_call=True)
+            self._mark(is_in_task=True)
             self.commands.put(
                 NewWeights(version, oldest, groups, lambda: self.events.put("renewed"))
             )
@@ -136,8 +136,8 @@ class GenerationTask:
         """Wait for the thread; nothing is in flight afterwards."""
         if self.thread is not None:
             self.thread.join()
-            self._mark(is_in_call=False)
+            self._mark(is_in_task=False)
 
-    def _mark(self, *, is_in_call: bool) -> None:
+    def _mark(self, *, is_in_task: bool) -> None:
         for group in self.groups:
-            group.is_in_call = is_in_call
+            group.is_in_task = is_in_task

@@ -1,15 +1,15 @@
 """One prompt's group, from the moment it is drawn until a step trains on it.
 
-    WAITING --start, add--> IN_FLIGHT --last response--> COMPLETE --a step takes it--> FINISHED
+    WAITING --start, add--> IN_FLIGHT --last response--> COMPLETE --a step takes it--> TAKEN
        ^                     |     ^                        |
        |<------ cut short ---'     |                        |
-       |                           '-- too old, in a call --|
-       '---------- too old, no call in progress ------------'
-    any of the three --over_sample with partial = drop--> DROPPED
+       |                           '-- too old, in a task --|
+       '---------- too old, no task in progress ------------'
+    WAITING or COMPLETE --over_sample with partial = drop--> DROPPED
 
-The scheduler makes groups, queues them, and takes them out of its queue.  A call of
-RolloutClient.fill (GenerationTask) samples the missing responses, on a thread of its own,
-and `put`s them into the group; a teacher scores them there as soon as all are sampled.
+The scheduler makes groups, queues them, and takes them out of its queue.  A task (GenerationTask)
+samples the missing responses, on a thread of its own, and `put`s them into the group; a teacher
+scores them there as soon as all are sampled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 
 class GroupState(Enum):
-    """Place of a group in the WAITING -> IN_FLIGHT -> COMPLETE -> FINISHED lifecycle."""
+    """Place of a group in the WAITING -> IN_FLIGHT -> COMPLETE -> TAKEN lifecycle."""
 
     WAITING = "waiting"
-    """Responses are missing, and no call samples them."""
+    """Responses are missing, and no task samples them."""
     IN_FLIGHT = "in flight"
-    """Responses are missing, and a call in progress samples them."""
+    """Responses are missing, and a task in progress samples them."""
     COMPLETE = "complete"
     """All responses are there and scored by the group's teacher, for a step to take."""
-    FINISHED = "finished"
+    TAKEN = "taken"
     """A step has taken the group out of the queue and trains on it."""
     DROPPED = "dropped"
     """The group was taken out of the queue, and no step trains on it."""
@@ -59,11 +59,11 @@ class Group:
     """Version of the weights for which the request in progress was sent; None where no request is
     in progress."""
     troubles: list[tuple[str, str]] = field(default_factory=list)
-    """(URL of a server, what failed there) of the call that samples the group now."""
+    """(URL of a server, what failed there) of the task that samples the group now."""
     max_tokens: int | None = None
-    """Longest response; None: as long as the call allows."""
+    """Longest response; None: as long as the task allows."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens at which a response ends, beside the call's."""
+    """Tokens at which a response ends, beside the task's."""
     server: str = ""
     """URL of the server that was asked last, whose cache may hold the prompt."""
     turn: int = 1
@@ -73,12 +73,12 @@ class Group:
     earlier rows need not be sent again."""
     scored: RolloutGroup | None = None
     """The complete group with its rewards, where it was scored while others were sampled."""
-    is_in_call: bool = False
-    """A call in progress samples the missing responses (generation_task.GenerationTask)."""
+    is_in_task: bool = False
+    """A task in progress samples the missing responses (generation_task.GenerationTask)."""
     teacher: str = ""
     """Name of the teacher that scores the responses; "": none does."""
     outcome: GroupState | None = None
-    """FINISHED or DROPPED once the group has left the queue (`leave`)."""
+    """TAKEN or DROPPED once the group has left the queue (`leave`)."""
 
     @property
     def state(self) -> GroupState:
@@ -89,11 +89,11 @@ class Group:
             return self.outcome
         if self.is_complete:
             return GroupState.COMPLETE
-        return GroupState.IN_FLIGHT if self.is_in_call else GroupState.WAITING
+        return GroupState.IN_FLIGHT if self.is_in_task else GroupState.WAITING
 
     def leave(self, outcome: GroupState) -> None:
-        """Take the group out of the queue, FINISHED or DROPPED."""
-        assert outcome in (GroupState.FINISHED, GroupState.DROPPED) and self.outcome is None
+        """Take the group out of the queue, TAKEN or DROPPED."""
+        assert outcome in (GroupState.TAKEN, GroupState.DROPPED) and self.outcome is None
         assert outcome is GroupState.DROPPED or self.is_complete
         self.outcome = outcome
 
@@ -150,7 +150,7 @@ class Group:
             self.rollouts[index] = rollout
             self.prefixes.pop(index, None)
 
-    def begins_at(self, version: int) -> bool:
+    def has_oldest_version(self, version: int) -> bool:
         """Return True if `version` is the oldest version among the tokens of some response, or the
         version of the request in progress, whose tokens have not arrived.
         """
@@ -173,7 +173,7 @@ class Group:
             self.scored = None
         return old
 
-    def closed(self) -> RolloutGroup:
+    def rollout_group(self) -> RolloutGroup:
         """Return the complete group, with its rewards if it was scored."""
         return self.scored or RolloutGroup(
             self.prompt, tuple(self.rollouts[index] for index in range(self.size))

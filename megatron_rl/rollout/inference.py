@@ -115,13 +115,13 @@ class Inference:
     memory: TrainerMemory | None = None
     """With rollout.release_memory, where servers and trainer have the GPUs in alternation.  A side
     allocates only after every rank, or server, of the other side has freed its memory."""
-    turns: TeacherTurns | None = None
+    teacher_turns: TeacherTurns | None = None
     """The teachers that have GPU memory only while they score."""
-    is_serving: bool = True
+    servers_have_memory: bool = True
     """The servers have their GPU memory."""
-    is_training: bool = False
+    trainer_has_memory: bool = False
     """With rollout.release_memory, the trainer has its GPU memory."""
-    taken: tuple[list[str], int] | None = None
+    pushed_to: tuple[list[str], int] | None = None
     """The URLs of the last push, and how many servers had been replaced before it."""
     last_push: PushReport | None = None
     """Measures of the last push that all servers confirmed."""
@@ -142,14 +142,14 @@ class Inference:
         assert self.pending is None or keep_requests, (
             "weights are pushed while rollouts are sampled from the old ones"
         )
-        before = self.taken
+        before = self.pushed_to
         # a request that continues (keep_requests) may get tokens of these weights
         if self.client is not None:
             self.client.newest_version = version
         if self.memory is not None:
             self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
-            self.is_training = False
+            self.trainer_has_memory = False
             dist.barrier(self.group)
         # requests are paused during the push: stop the clock of their deadlines
         with nullcontext() if self.client is None else self.client.clock.paused():
@@ -161,14 +161,14 @@ class Inference:
             # all ranks first: they free the memory in which the servers allocate their caches
             dist.barrier(self.group)
             from_rank_0(lambda: self._own_pusher().serve(version), self.group)
-        self.is_serving = True
+        self.servers_have_memory = True
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
         # A server that was replaced has lost the requests of the open task: end the task on every
         # leader.  An error of `end` is expected, as that server does not answer, and is ignored;
         # _failed_somewhere is called because it waits for all ranks and handles a stop.
-        if self.pending is not None and self.taken != before:
+        if self.pending is not None and self.pushed_to != before:
             with suppress(SamplingStopped):
                 self._failed_somewhere(self.pending.end("abort"))
             self.pending = None
@@ -288,7 +288,7 @@ class Inference:
         groups = [] if self.client is None else [Group(prompt, group_size) for prompt in prompts]
         self.start(groups, **settings)
         self.wait(self.version, on_progress)
-        return [group.closed() for group in groups]
+        return [group.rollout_group() for group in groups]
 
     def stop(self, *, keep_parts: bool = False) -> None:
         """End sampling permanently: the client refuses new calls.
@@ -331,14 +331,14 @@ class Inference:
         """Return True if all of `urls` hold the weights now, False when a server started by this
         run died meanwhile.
         """
-        self.taken = from_rank_0(
+        self.pushed_to = from_rank_0(
             lambda: (
                 list(self.urls) if self.server_pool is None else self.server_pool.take(),
                 self.restarts,
             ),
             self.group,
         )
-        self.urls, _ = self.taken
+        self.urls, _ = self.pushed_to
         pusher = self._own_pusher()
         pusher.set_urls(self.urls)
         try:
@@ -369,9 +369,9 @@ class Inference:
 
         It has no effect without rollout.release_memory, or where they have none.
         """
-        if self.memory is not None and self.is_serving:
+        if self.memory is not None and self.servers_have_memory:
             from_rank_0(lambda: self._own_pusher().release_memory(), self.group)
-            self.is_serving = False
+            self.servers_have_memory = False
 
     def give_memory_to_trainer(self) -> None:
         """Let servers and teachers free their GPU memory, and restore the trainer's.
@@ -379,12 +379,12 @@ class Inference:
         It has no effect without release_memory, or where the trainer has the memory.
         """
         self.release_servers()
-        if self.turns is not None:
-            self.turns.release()
-        if self.memory is not None and not self.is_training:
+        if self.teacher_turns is not None:
+            self.teacher_turns.release()
+        if self.memory is not None and not self.trainer_has_memory:
             self.memory.restore()
-            self.is_training = True
+            self.trainer_has_memory = True
 
-    def turn_seconds(self) -> dict[str, float]:
+    def teacher_seconds(self) -> dict[str, float]:
         """Return metric -> seconds of the step for the turns of teachers."""
-        return {} if self.turns is None else self.turns.take_seconds()
+        return {} if self.teacher_turns is None else self.teacher_turns.take_seconds()

@@ -6,7 +6,7 @@ Weights `v` are those after v steps.  Step v starts from weights v; its tokens w
 weights v - k .. v, where k is rollout.max_staleness.  A queue holds the prompts that are sampled,
 oldest first, each with its group:
 
-    source --_open--> queue: waiting, in flight, complete --_take--> taken --step_done--> forgotten
+    source --_open--> queue --_take--> removed --step_done--> forgotten
 
 The queue holds the groups of this step, with over_sample some more, and those of `steps_ahead`
 further steps.  If it were longer, groups would be too old when a step takes them.  Synchronous
@@ -56,9 +56,9 @@ class Sampled:
     """Prompts of all replicas, the same on every rank."""
     groups: list[RolloutGroup]
     """This leader's groups, in the order of its prompts; [] on other ranks."""
-    gaps: MissingRouteCounts
+    missing_routes: MissingRouteCounts
     """Missing routes that the leader counted in `groups`, and the samples dropped for them."""
-    call: CallStats | None
+    stats: CallStats | None
     """Work of the client since the groups before these; None on ranks without a client."""
 
 
@@ -78,13 +78,13 @@ class Scheduler:
     """Prompts of all replicas, oldest first; prompt i belongs to replica i % dp."""
     groups: list[Group] = field(default_factory=list)
     """This leader's groups of the queue, in the order of its prompts."""
-    taken: list[Group] = field(default_factory=list)
-    """This leader's groups that left the queue in the step in progress, FINISHED or DROPPED."""
+    removed: list[Group] = field(default_factory=list)
+    """This leader's groups that left the queue in the step in progress, TAKEN or DROPPED."""
     restored: list[Group] = field(default_factory=list)
     """Groups of a checkpoint, whose prompts are not in the queue yet."""
     steps_ahead: int = 0
     """Number of steps after this one that are sampled while it trains."""
-    call: CallStats = field(default_factory=CallStats)
+    stats: CallStats = field(default_factory=CallStats)
     """Work of the client since the last groups were taken."""
 
     @property
@@ -107,13 +107,13 @@ class Scheduler:
     def can_take(self, count: int) -> bool:
         """Return True if there are prompts for `count` groups over all replicas."""
         waiting = len(self.queue)
-        return waiting + self.prompts.num_left(max(0, count - waiting)) >= count
+        return waiting + self.prompts.num_available(max(0, count - waiting)) >= count
 
     def take_more(self, count: int, version: int) -> Sampled:
         """Return further groups for the same step, `count` over all replicas."""
         return self._take("more", count // self.parallel.dp_size, 0, version)
 
-    def finish(self) -> None:
+    def end_sampling(self) -> None:
         """End sampling, before the servers' weights change or an evaluation uses them.  No group is
         in flight afterwards.
         """
@@ -126,11 +126,11 @@ class Scheduler:
         lets the servers keep the requests of later steps.
         """
         if not (self.cfg.rollout.weight_update == "in_place" and self.steps_ahead):
-            self.finish()
+            self.end_sampling()
 
     def step_done(self) -> None:
         """Forget the groups that the step has trained on."""
-        self.taken = []
+        self.removed = []
 
     def prompts_state(self) -> dict[str, object]:
         """Return plain values for a checkpoint: PromptStream.load_state_dict(values) first returns
@@ -147,10 +147,10 @@ class Scheduler:
         """
         if is_step_done:
             with suppress(SamplingStopped):  # the signal is the reason for this checkpoint
-                self.finish()
+                self.end_sampling()
         else:
             self.inference.stop(keep_parts=True)
-        groups = copied([*(() if is_step_done else self.taken), *self.groups, *self.restored])
+        groups = copied([*(() if is_step_done else self.removed), *self.groups, *self.restored])
         if self.inference.client is None or not groups:
             return {}
         numbers = self.prompts.numbers([group.prompt for group in groups])
@@ -197,8 +197,8 @@ class Scheduler:
         )
 
     def _take(self, text: str, share: int, over: int, version: int) -> Sampled:
-        """Sample the queue until `share` groups are complete on each replica, and all that are due;
-        take those that are due, then the complete ones of the oldest prompts.
+        """Wait until each replica has `share` complete groups, and every group that is due is
+        complete.  Take the groups that are due first, then the complete ones of the oldest prompts.
 
         over: number of further groups that are sampled for the same step.
         """
@@ -230,30 +230,30 @@ class Scheduler:
             self.inference.wait(version, show, lambda: self._are_complete(share))
         prompts, groups = self._choose(share)
         self._take_stats()
-        call, self.call = self.call, CallStats()
-        self.taken += groups
-        if self.inference.turns is not None:
+        stats, self.stats = self.stats, CallStats()
+        self.removed += groups
+        if self.inference.teacher_turns is not None:
             with self.progress(f"{text}: teachers", len(groups)) as advance:
                 self._teach_in_turns(prompts, groups, version, lambda: advance(1))
-        closed = [self.close(group) for group in groups]
+        closed = [self.rollout_group(group) for group in groups]
         plain = without_routes(closed)
-        gaps = count_missing_routes(plain, dropped=call.dropped_without_route)
-        return Sampled(prompts, closed, gaps, None if self.inference.client is None else call)
+        missing = count_missing_routes(plain, dropped=stats.dropped_without_route)
+        return Sampled(prompts, closed, missing, None if self.inference.client is None else stats)
 
-    def close(self, group: Group) -> RolloutGroup:
+    def rollout_group(self, group: Group) -> RolloutGroup:
         """Return the complete group, with its routes where the ranks of this node can map them."""
         if group.scored is None and not self.parallel.node.is_alone:
             for index, rollout in group.rollouts.items():
                 group.rollouts[index] = in_node_memory(rollout, self.parallel.node)
             return_free_memory()  # group by group, so that few responses have two copies
-        return group.closed()
+        return group.rollout_group()
 
     def _open(self, size: int) -> list[Group]:
         """Fill the queue to `size` prompts of each replica, as far as there are prompts; return
         this leader's new groups.
         """
         dp = self.parallel
-        missing = self.prompts.num_left(max(0, size * dp.dp_size - len(self.queue)))
+        missing = self.prompts.num_available(max(0, size * dp.dp_size - len(self.queue)))
         # every replica has equally many prompts in the queue
         prompts = self.prompts.take(missing - missing % dp.dp_size)
         self.queue += prompts
@@ -309,7 +309,7 @@ class Scheduler:
         prompts: those of all replicas.  groups: this leader's, which are sampled: a task on them
         asks their teacher alone.
         """
-        turns, name_for = self.inference.turns, self.cfg.teachers.name_for
+        turns, name_for = self.inference.teacher_turns, self.cfg.teachers.name_for
         assert turns is not None and self.inference.pending is None, "sampling has not ended"
         wanted = {name_for(prompt.source) for prompt in prompts}
         with turns.timed("teacher/turn_seconds"):
@@ -331,7 +331,9 @@ class Scheduler:
         # with k = 0 no group stays in the queue for the next step
         k = self.cfg.rollout.max_staleness
         # the next step starts from version + 1, and refuses tokens older than version + 1 - k
-        due = [group for group in self.groups if k and group.begins_at(version - k)][:share]
+        due = [group for group in self.groups if k and group.has_oldest_version(version - k)][
+            :share
+        ]
         for group in self.groups:
             group.is_due = group in due
 
@@ -350,7 +352,7 @@ class Scheduler:
         first = sorted(self._complete(), key=lambda group: not group.is_due)[:share]
         groups = [group for group in self.groups if group in first]
         for group in groups:
-            group.leave(GroupState.FINISHED)
+            group.leave(GroupState.TAKEN)
         # every prompt is taken: no rank needs to ask the others which
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
@@ -372,13 +374,13 @@ class Scheduler:
             for group in self.groups:
                 group.leave(GroupState.DROPPED)
             # until the step is done: a checkpoint from before the step has them
-            self.taken += self.groups
+            self.removed += self.groups
             self.queue, self.groups = [], []
         return interleave(kept), groups
 
     def _take_stats(self) -> None:
         if self.inference.client is not None:
-            self.call += self.inference.client.take_stats()
+            self.stats += self.inference.client.take_stats()
 
 
 def num_prompts(cfg: Config, dp_size: int) -> int:

@@ -60,36 +60,36 @@ from megatron_rl.trainer.trainer import Trainer
 
 @contextmanager
 def start_trainer(
-    cfg: Config, rollouts: Path | None = None, *, rows: SftRows | None = None
+    cfg: Config, saved_run: Path | None = None, *, rows: SftRows | None = None
 ) -> Iterator[Trainer]:
     """Yield a run that is ready for its first step: data read, model loaded, servers started,
     weights sent, parity checked.
 
-    rollouts: a run directory whose saved rollouts are trained on, without servers, parity check and
-    evaluation.
+    saved_run: a run directory whose saved rollouts are trained on, without servers, parity check
+    and evaluation.
     rows: trained on in the place of rollouts, without servers (SFT).
     Raises ValueError for bad input (before any server or model), RuntimeError for a
     server that fails its checks.
     """
     quiet_libraries()
-    lines = LogLines(cfg.run.log_format, hidden=cfg.key_variables)
-    lines.catch_warnings()
+    log_format = LogLines(cfg.run.log_format, hidden=cfg.key_variables)
+    log_format.catch_warnings()
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model
-        data = rows or read_inputs(cfg, is_live=rollouts is None)
-        has_servers = rollouts is None and rows is None
-        lines_on_gpus = prepare_gpus(cfg, has_servers=has_servers)
+        inputs = rows or read_inputs(cfg, is_live=saved_run is None)
+        has_servers = saved_run is None and rows is None
+        gpu_lines = prepare_gpus(cfg, has_servers=has_servers)
         parallel = join_job(cfg, stack)
-        services = start_services(cfg, parallel, lines, stack)
+        services = start_services(cfg, parallel, log_format, stack)
         console, recording = services.console, services.recording
         check_start(cfg, parallel, has_servers=has_servers)
-        log_lines(console, lines_on_gpus)
-        log_lines(console, data.lines)
+        log_lines(console, gpu_lines)
+        log_lines(console, inputs.lines)
 
         # the model, then servers or saved rollouts
         services.watchdog.enter(LOADING)
         engine = load_engine(cfg, parallel, console)
-        source = make_source(cfg, services, data, engine, stack, rollouts)
+        source = make_source(cfg, services, inputs, engine, stack, saved_run)
 
         # the state of a checkpoint, before any weights are sent
         services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
@@ -220,22 +220,22 @@ def make_source(
     inputs: Inputs | SftRows,
     engine: Engine,
     stack: ExitStack,
-    rollouts: Path | None,
+    saved_run: Path | None,
 ) -> RolloutSource:
     """Return the source of rollouts: servers, which are started or found here, the run directory
-    `rollouts`, or rows that have their answers.
+    `saved_run`, or rows that have their answers.
     """
     if isinstance(inputs, SftRows):
         return SftSource(cfg, engine, services.meter, inputs)
     parallel, recording = engine.parallel, services.recording
-    if rollouts is not None:
+    if saved_run is not None:
         recorder = recording.recorder(cfg, parallel) if cfg.rollout.save_tensors else None
         return SavedRollouts(
             cfg=cfg,
             parallel=parallel,
             spec=engine.spec,
             prompts=inputs.prompts,
-            folder=rollouts,
+            folder=saved_run,
             meter=services.meter,
             console=services.console,
             tokenizer=inputs.tokenizer,

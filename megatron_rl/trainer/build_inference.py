@@ -95,7 +95,7 @@ def make_inference(
         dtype=servers.dtype,
         group=parallel.host_group,
         memory=memory,
-        turns=turns,
+        teacher_turns=turns,
     )
     # runs before the pusher closes and the servers end: callbacks run in reverse order
     stack.callback(inference.stop)

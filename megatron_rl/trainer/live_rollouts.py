@@ -81,7 +81,8 @@ class LiveRollouts(RolloutSource):
 
     def __post_init__(self) -> None:
         self.restarts = 0  # restarts of servers that were reported
-        self.first_step: int | None = None  # whose rewards are looked at before its update
+        # the step whose rewards are checked before its first update
+        self.first_step: int | None = None
         self.missing_routes = MissingRoutes(self.cfg)
         self.scheduler = Scheduler(
             self.cfg,
@@ -98,9 +99,9 @@ class LiveRollouts(RolloutSource):
         against the servers'.
         """
         self.first_step = first_step
-        self.meter.enter("first weight sync and parity check")
         # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
+        self.meter.enter("parity check: sampling")
         groups = self.probe(
             probe_prompts(self.prompts.prompts, self.parallel.dp_size),
             SAMPLES_PER_PROMPT,
@@ -108,6 +109,7 @@ class LiveRollouts(RolloutSource):
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
         self.give_memory_to_trainer()  # the engine needs its weights
+        self.meter.enter("parity check")
         parity = compare(self.engine, groups, self.cfg)
         self.console.log(parity.line(limits))
         parity.check(limits, self.console.log)
@@ -137,7 +139,7 @@ class LiveRollouts(RolloutSource):
         """Send the weights to servers that have released their memory; call it before anything that
         samples.
         """
-        if not self.inference.is_serving:
+        if not self.inference.servers_have_memory:
             self._push()
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -162,7 +164,7 @@ class LiveRollouts(RolloutSource):
             self.scheduler.prepare_sync()
         self.policy_version = version
         # with rollout.release_memory the servers get them from `serve`, before they sample next
-        if self.inference.is_serving:
+        if self.inference.servers_have_memory:
             self._push()
 
     def _push(self) -> None:
@@ -183,7 +185,7 @@ class LiveRollouts(RolloutSource):
         with suppress(SamplingStopped):
             # only one task is sampled at a time: end the one that samples later steps; the next
             # step continues its groups
-            self.scheduler.finish()
+            self.scheduler.end_sampling()
             return evaluate(
                 self.eval_sets,
                 cfg.eval,
@@ -206,7 +208,7 @@ class LiveRollouts(RolloutSource):
             if (teachers := self.leader.client.teachers) is not None:
                 count_requests_to_teachers(self.meter.sums, teachers, self.parallel)
         if self.parallel.rank == 0:  # the same on every rank
-            for name, value in (self.prompts.metrics() | self.inference.turn_seconds()).items():
+            for name, value in (self.prompts.metrics() | self.inference.teacher_seconds()).items():
                 self.meter.sums.add(name, value, 1)
         restarts = self.inference.restarts
         self.meter.sums.add_total("rollout/server_restarts_total", restarts)
@@ -244,9 +246,11 @@ class LiveRollouts(RolloutSource):
             # with dynamic sampling `refill` checks the sum over all draws
             is_last = not self.cfg.batch.dynamic_sampling
             plain = without_routes(sampled.groups)
-            self.missing_routes.check(self.meter.sums, plain, sampled.gaps, is_last=is_last)
-            if sampled.call is not None:
-                count_call(self.meter.sums, sampled.call, self.parallel)
+            self.missing_routes.check(
+                self.meter.sums, plain, sampled.missing_routes, is_last=is_last
+            )
+            if sampled.stats is not None:
+                count_call(self.meter.sums, sampled.stats, self.parallel)
         with self.meter.time("reward"):
             scored = self.score(sampled.groups, for_training=True)
             self.note_pass_rates(sampled.prompts, scored)
@@ -273,7 +277,7 @@ class LiveRollouts(RolloutSource):
     def score_ready(self, groups: Sequence[Group]) -> None:
         """Score complete groups for training while others are sampled.  Not collective."""
         if self.leader is not None and groups:
-            closed = [self.scheduler.close(group) for group in groups]
+            closed = [self.scheduler.rollout_group(group) for group in groups]
             scored = self._scored(closed, self.leader.rewards, for_training=True, is_last=False)
             for group, scored_group in zip(groups, scored, strict=True):
                 group.scored = scored_group
@@ -337,13 +341,9 @@ class LiveRollouts(RolloutSource):
             self.meter.sums, without_routes(refilled.groups), MissingRouteCounts()
         )
         if self.parallel.rank == 0:
-            sums = self.meter.sums
-            sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
-            sums.add(
-                "rollout/discarded_groups_frac",
-                refilled.sampled - len(refilled.prompts),
-                refilled.sampled,
-            )
+            self.meter.sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
+            discarded = refilled.sampled - len(refilled.prompts)
+            self.meter.sums.add("rollout/discarded_groups_frac", discarded, refilled.sampled)
         return refilled.prompts, refilled.groups
 
     def _with_penalties(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

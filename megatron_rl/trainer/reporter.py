@@ -99,7 +99,7 @@ class Reporter:
             return
         run_dir = self.cfg.run_dir
         page = self._write_page()
-        last = num_steps or self.cfg.run.num_steps
+        last = self.cfg.run.num_steps if num_steps is None else num_steps
         self.sinks.track(partial(send_samples, cfg=self.cfg, step=last))
         if page is not None:
             self.sinks.track(lambda tracker: tracker.report(page))

@@ -6,28 +6,30 @@ Every method is collective unless it says otherwise: all ranks call it at the sa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.records import Files, RolloutGroup
 
 
-class RolloutSource(Protocol):
+class RolloutSource(ABC):
     """A source of rollouts."""
 
     policy_version: int
     """Version of the trainer's weights as sync_weights counted it last.  The servers have these
     weights, with rollout.release_memory from the next sampling on."""
 
+    @abstractmethod
     def start(self, first_step: int) -> None:
         """Prepare for `first_step`, after a checkpoint was restored.
 
         Raises an error for wrong servers or files.
         """
-        ...
 
+    @abstractmethod
     def sample(self, step: int) -> list[RolloutGroup]:
         """Return the step's scored groups of this replica, on each of its ranks; their ids are
         unique.
@@ -35,12 +37,12 @@ class RolloutSource(Protocol):
         Raises SamplingStopped when a signal ended sampling, ValueError when missing routes stop the
         run.
         """
-        ...
 
+    @abstractmethod
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Save and count the groups that the step trains on.  Not collective."""
-        ...
 
+    @abstractmethod
     def sync_weights(self, version: int) -> None:
         """Send the current weights to the servers as `version`; on return every server in use has
         confirmed it.
@@ -48,12 +50,12 @@ class RolloutSource(Protocol):
         With rollout.release_memory the weights are sent when the servers sample next and get the
         GPUs' memory.
         """
-        ...
 
+    @abstractmethod
     def progress(self) -> dict[str, Any]:
         """Return the state that a checkpoint saves, as plain values."""
-        ...
 
+    @abstractmethod
     def restore(
         self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
     ) -> list[str]:
@@ -61,7 +63,6 @@ class RolloutSource(Protocol):
 
         accepted: changed settings that the user allowed.
         """
-        ...
 
     def give_memory_to_trainer(self) -> None:
         """Let the servers free their GPU memory, then restore the trainer's.

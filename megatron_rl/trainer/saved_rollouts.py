@@ -57,7 +57,7 @@ class SavedRollouts(SourceWithoutServers):
     def sample(self, step: int) -> list[RolloutGroup]:
         # advance in the data, so that a later run with servers continues after these prompts
         count = num_prompts(self.cfg, self.parallel.dp_size)
-        self.prompts.take(self.prompts.num_left(count))
+        self.prompts.take(self.prompts.num_available(count))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             plain = without_routes(groups)

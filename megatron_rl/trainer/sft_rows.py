@@ -39,16 +39,15 @@ from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_source import SourceWithoutServers
 from megatron_rl.trainer.step_meter import StepMeter
 
-MEASURED = {
-    "sft/loss": "train/loss",
+SFT_NAMES = {
+    "train/loss": "sft/loss",
     "train/entropy": "train/entropy",
     "train/nonfinite_frac": "train/nonfinite_frac",
 }
-"""Metrics of an update that have a meaning without a sampler, and their names in RL."""
+"""Metrics of an update that have a meaning without a sampler, and their names in SFT."""
 OF_A_SAMPLER = ("train/", "logratio/", "first_order/")
 
-
-Files = Mapping[str, DemonstrationFile]
+DemonstrationFiles = Mapping[str, DemonstrationFile]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class SftRows:
     """The configuration, with the steps that sft.epochs takes."""
     train: PromptStream
     """The order in which the rows are trained on."""
-    sets: Files
+    sets: DemonstrationFiles
     """Rows by the name of their evaluation set."""
     lines: Sequence[str]
     """Lines for the log."""
@@ -86,7 +85,7 @@ def read_rows(cfg: Config) -> SftRows:
     return SftRows(cfg, stream, sets, [*lines, *used_up_line(stream, cfg.run)])
 
 
-def load_files(cfg: Config) -> tuple[Files, Files]:
+def load_files(cfg: Config) -> tuple[DemonstrationFiles, DemonstrationFiles]:
     """Return the rows of data.train, by source, and of eval.sets, by name."""
     tokenizer = load_tokenizer(cfg.model.path)
     render = Chat(cfg.agent.renderer, tokenizer).demonstration if cfg.agent.renderer else None
@@ -146,7 +145,7 @@ class SftSource(SourceWithoutServers):
 
     def is_used_up(self) -> bool:
         needed = self.cfg.run.prompts_per_step
-        return self.prompts.num_left(needed) < needed
+        return self.prompts.num_available(needed) < needed
 
     def sample(self, step: int) -> list[RolloutGroup]:
         parallel = self.engine.parallel
@@ -230,4 +229,4 @@ def name_of(metric: str) -> str | None:
     """Return the name of an update's metric in SFT, None for one that compares with a sampler."""
     if not metric.startswith(OF_A_SAMPLER):
         return metric
-    return next((name for name, in_rl in MEASURED.items() if in_rl == metric), None)
+    return SFT_NAMES.get(metric)

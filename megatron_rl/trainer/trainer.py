@@ -91,13 +91,13 @@ class Trainer:
         """
         self.meter.begin()  # the time that the run needed to start belongs to no step
         for step in range(self.first_step, self.cfg.run.num_steps):
+            if self.rollouts.is_used_up():
+                self._end_early(step)
+                return
             self.meter.step = step
             if self.step_trace.trace.is_on:
                 with self.meter.between_steps("trace"):
                     self.step_trace.begin(step)
-            if self.rollouts.is_used_up():
-                self._end_early(step)
-                return
             self.checkpoint_policy.begin(step, self._progress())
             yield step
 
@@ -106,7 +106,7 @@ class Trainer:
         self.used_up_after = step
         planned = f"run.num_steps = {self.cfg.run.num_steps}"
         text = f"data.train is used up after {step} steps of {planned}: the run ends"
-        self.recording.events.add("stop", step, text)
+        self.recording.reason = text
         self.reporter.log(text)
 
     def sample(self, step: int) -> list[RolloutGroup]:
@@ -123,15 +123,10 @@ class Trainer:
         self.stop_if_signalled()
         return groups
 
-    def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Return N mini-batches of packed micro-batches, with penalties and advantages.
-
-        The rollouts are saved, and the trainer takes the GPUs' memory from the servers
-        (rollout.release_memory).
-        """
+    def add_advantages(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+        """Return the groups with penalties, advantages and the weights of their teachers."""
         with self.meter.time("split"):
-            # sets the penalties, it does not add to them: dynamic sampling may have set them
-            # already
+            # replaces the penalties that dynamic sampling may have set already
             plain = with_penalties(without_routes(groups), self.cfg)
             advantage = self.cfg.advantage
             plain = with_advantages(
@@ -141,9 +136,17 @@ class Trainer:
                 reward_weights=advantage.rewards,
                 weight=advantage.weight,
             )
-            plain = with_teacher_weights(plain, self.cfg, step)
-            groups = with_routes(plain, groups)
-            batches = split(
+            return with_routes(with_teacher_weights(plain, self.cfg, step), groups)
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """Save and count the rollouts that the step trains on.  Not collective."""
+        with self.meter.time("split"):
+            self.rollouts.record(groups, step)
+
+    def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
+        """Return N mini-batches of packed micro-batches."""
+        with self.meter.time("split"):
+            return split(
                 groups,
                 self.cfg,
                 seed=step,  # a step that is repeated is split in the same way
@@ -156,14 +159,6 @@ class Trainer:
                 else None,
                 node=self.parallel.node,
             )
-            self.record(groups, step)
-        # all is sampled: with rollout.release_memory the servers give the GPUs' memory back
-        self.rollouts.give_memory_to_trainer()
-        return batches
-
-    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Save and count the rollouts that the step trains on.  Not collective."""
-        self.rollouts.record(groups, step)
 
     def check_recorded(self) -> None:
         """Raise OSError where rollouts could not be saved.  Training continues in that case."""
@@ -175,7 +170,11 @@ class Trainer:
             )
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
-        """Return log pi_old of every mini-batch; R2 records routes, R3 replays the rollouts'."""
+        """Return log pi_old of every mini-batch; R2 records routes, R3 replays the rollouts'.
+
+        With rollout.release_memory the servers first give the GPUs' memory to the trainer.
+        """
+        self.rollouts.give_memory_to_trainer()
         with self.meter.time("old_logprob"):
             passes = [self._old_pass(batch) for batch in batches]
         # the last chance: after its first update a step must finish
@@ -229,7 +228,7 @@ class Trainer:
             write_bundle(due.folder, self.engine, batch, old, results, due.note)
 
     def sync_weights(self, version: int) -> None:
-        """Set mu_old <- theta: end sampling, then send the weights as `version`.
+        """Set mu <- pi: end sampling, then send the weights as `version`.
 
         With rollout.weight_update = in_place, sampling for later steps continues.  With
         rollout.release_memory the weights are sent when the servers sample next.
@@ -246,9 +245,8 @@ class Trainer:
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)
-            if (
-                self.saved_batches.unsaved and self.parallel.rank == 0
-            ):  # every rank has the same number
+            # every rank has the same number
+            if self.saved_batches.unsaved and self.parallel.rank == 0:
                 self.meter.sums.add_total("run/unsaved_batches_total", self.saved_batches.unsaved)
             mismatch = self.engine.mismatch(passes)
             self.reporter.count(self.meter.sums)
@@ -272,8 +270,8 @@ class Trainer:
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
         """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
-        An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  A resumed
-        run repeats the last one only.
+        An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  One that
+        the checkpoint of a resumed run records is not repeated, except at the end.
         """
         is_due = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
         if not (is_last or is_due):
@@ -322,9 +320,8 @@ class Trainer:
     def finish(self) -> None:
         """Do the last evaluation, checkpoint, HF export and report."""
         last = self.num_steps
-        # evaluated first: the checkpoint keeps that, and checkpoint.best_metric may be a result of
-        # it
-        # a run that ends early may have evaluated its last step as any other
+        # evaluated first: the checkpoint keeps that, and checkpoint.best_metric may be one of its
+        # results.  A run that ends early may have evaluated its last step already.
         if self.used_up_after is None or self.evaluated != last:
             self.evaluate(last, is_last=True)
         self.save(last, is_last=True)

@@ -224,7 +224,7 @@ def add_and_end():
         inference.wait(1, is_enough=lambda: all(group.is_complete for group in second))
         inference.end("drain")
         for group in (*second, *third):
-            for rollout in group.closed().rollouts:
+            for rollout in group.rollout_group().rollouts:
                 assert_fingerprints(rollout)
                 assert rollout.policy_versions.tolist() == (
                     [0, 0, 1, 1, 1, 1] if group in second else [1] * 6

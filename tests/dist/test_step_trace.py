@@ -199,7 +199,7 @@ def collect_traced(material: Path, work: Path) -> None:
     from megatron_rl.train import collect
     from megatron_rl.trainer import build
 
-    build.start_trainer = partial(build.start_trainer, rollouts=material / "live")
+    build.start_trainer = partial(build.start_trainer, saved_run=material / "live")
     run = {"trace": "every 2", "name": "run", "save_batches": "off"}
     collect(load_config(None, [], sections(material, work, steps=STEPS, run=run)))
 

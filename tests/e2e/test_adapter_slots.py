@@ -164,7 +164,7 @@ def test_a_run_has_the_log_probs_of_its_adapters(tmp_path):
 
 
 def rollouts_of(groups: list[Group]) -> list[Rollout]:
-    return [rollout for group in groups for rollout in group.closed().rollouts]
+    return [rollout for group in groups for rollout in group.rollout_group().rollouts]
 
 
 def test_a_server_samples_from_the_adapter_of_each_sync(inference, adapters, server):

@@ -96,7 +96,7 @@ def finish(inference: Inference, groups: list[Group]) -> list[Rollout]:
         == counters.cut_samples
         == 0
     )
-    return [rollout for group in groups for rollout in group.closed().rollouts]
+    return [rollout for group in groups for rollout in group.rollout_group().rollouts]
 
 
 def test_every_token_is_of_the_forward_that_its_version_names(inference, checkpoints):
@@ -162,6 +162,6 @@ def test_what_would_be_too_old_is_aborted_and_starts_again(inference, checkpoint
     inference.wait(inference.version, is_enough=lambda: all(group.is_complete for group in groups))
     inference.end("abort")
     assert counters.stale_samples > 0
-    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+    for rollout in (rollout for group in groups for rollout in group.rollout_group().rollouts):
         assert set(rollout.policy_versions.tolist()) == {inference.version}
         assert_is_from(checkpoints[inference.version], rollout)

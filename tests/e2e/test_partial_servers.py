@@ -82,7 +82,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
         == 0
         < client.counters.resumed_samples
     )
-    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollout_group().rollouts]
     for rollout in rollouts:
         assert tuple(rollout.tokens[: rollout.prompt_length]) in {
             prompt.token_ids for prompt in PROMPTS
@@ -127,7 +127,7 @@ def test_episodes_continue_under_the_weights_of_a_push(
     counters = client.counters
     assert counters.lost_samples == counters.dropped.total() == counters.diverged_episodes == 0
     assert counters.resumed_episodes > 0 < counters.cut_samples
-    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollout_group().rollouts]
     for rollout in rollouts:
         assert rollout.num_turns == len(rollout.episode.turns) == 3
         assert_is_from_its_versions(checkpoints, rollout)

@@ -141,7 +141,7 @@ def test_kept_sets_of_a_response_that_was_cut_and_continued(
     client.fill(groups, sampling, keep=1)
     client.fill(groups, sampling)
     assert client.counters.resumed_samples > 0 and client.counters.dropped.total() == 0
-    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+    for rollout in (rollout for group in groups for rollout in group.rollout_group().rollouts):
         assert differences(tiny_checkpoint, rollout, 1.0)[0].max() <= 1e-4
 
 

@@ -123,8 +123,8 @@ def test_a_request_that_waits_grows_old_in_place():
     inference.renew(groups, 0)
     assert (
         [group.request_version for group in groups] == [0, 0]
-        and waiting.begins_at(0)
-        and not waiting.begins_at(1)
+        and waiting.has_oldest_version(0)
+        and not waiting.has_oldest_version(1)
     )
     inference.servers.next_version()
     inference.renew(groups, 1)

@@ -43,7 +43,7 @@ def test_a_run_in_float32_turns_tf32_off_before_it_starts_cuda(dtype, expected, 
     monkeypatch.setattr(build, "load_tokenizer", lambda path: None)
     files = {("data.train", ""): SimpleNamespace(prompts=[], line=str)}
     monkeypatch.setattr(build, "load_prompt_files", lambda *_: files)
-    stream = SimpleNamespace(num_left=lambda needed: needed)
+    stream = SimpleNamespace(num_available=lambda needed: needed)
     monkeypatch.setattr(build, "make_stream", lambda *_, **__: stream)
     cfg = load_config(None, [], {"model": {"path": "x", "dtype": dtype}, "data": {"train": "x"}})
     with pytest.raises(InterruptedError), build.start_trainer(cfg):

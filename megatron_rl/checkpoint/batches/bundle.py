@@ -190,4 +190,6 @@ class Bundle:
 
     def _rows(self, kind: str, cu_seqlens: Tensor) -> Rows:
         layout = self.engine.layout
-        return layout.model_rows(cu_seqlens) if kind in OF_EACH_ROW else layout.rows(cu_seqlens)
+        return (
+            layout.model_rows(cu_seqlens) if kind in OF_EACH_ROW else layout.router_rows(cu_seqlens)
+        )

@@ -195,5 +195,5 @@ def rank_values(engine: Engine, batch: MiniBatch, old: OldPass) -> dict[str, Ten
                 values[f"{number}:{kind}"] = value.cpu()
         bounds = micro_batch.cu_seqlens
         values[f"{number}:model_rows"] = indices(layout.model_rows(bounds))
-        values[f"{number}:router_rows"] = indices(layout.rows(bounds))
+        values[f"{number}:router_rows"] = indices(layout.router_rows(bounds))
     return values

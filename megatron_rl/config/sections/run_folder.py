@@ -47,13 +47,13 @@ class RunConfig(Section):
     stop."""
     # recording of steps
     save_batches: str = "on_anomaly"
-    """Mini-batches saved for `megatron-rl replay-batch`: on_anomaly = where the gradient or KL(mu,
-    pi_old) is too large or not finite; "every N" = also the first of every N-th step; last = also
-    the latest, without weights; off."""
+    """Mini-batches saved for `megatron-rl replay-batch`: on_anomaly = where the gradient norm
+    is too large or not finite, or KL(mu, pi_old) far from 0; "every N" = also the first of every
+    N-th step; last = also the latest, without weights; off."""
     anomaly_grad_norm: AboveZero = 1000.0
     """Gradient norm before clipping above which a mini-batch is saved."""
     anomaly_kl: AboveZero = 1.0
-    """The same for KL(mu, pi_old) per token of a mini-batch."""
+    """Absolute value of KL(mu, pi_old) per token above which a mini-batch is saved."""
     trace: str = "off"
     """Steps of which every rank writes a timeline (docs/guides/look_at_a_run.md): off; last = the
     latest; "every N" = each N-th step."""

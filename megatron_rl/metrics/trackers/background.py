@@ -23,7 +23,7 @@ abandoned: list[str] = []
 """The names of this process's trackers that were not closed in time."""
 
 
-def leave(status: int) -> None:
+def exit_if_tracker_hangs(status: int) -> None:
     """End the process at once with `status` where a tracker is abandoned.
 
     Otherwise the exit hooks of its package would wait for it, W&B's for 18 s or more.

@@ -105,7 +105,7 @@ class RolloutClient(GroupSampler):
         groups = [Group(prompt, group_size) for prompt in prompts]
         sampling = Sampling(policy_version=policy_version, **settings)
         return [
-            group.closed()
+            group.rollout_group()
             for group in self.fill(groups, sampling, keep=keep, on_progress=on_progress)
         ]
 

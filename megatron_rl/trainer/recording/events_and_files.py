@@ -18,7 +18,7 @@ from megatron_rl.trainer.step_meter import StepMeter
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recording:
     """The files that this rank writes beside the metrics."""
 
@@ -26,6 +26,8 @@ class Recording:
     """Writes files in a thread, and counts those that could not be written."""
     events: Events
     """Writes events.jsonl, on rank 0 only."""
+    reason: str = "finished"
+    """Why the run ends, where no error ends it."""
 
     def recorder(self, cfg: Config, parallel: Parallel) -> Recorder:
         """Return the writer of this replica's rollouts."""
@@ -55,7 +57,7 @@ class Recording:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             self.events.add("stop", meter.step + 1, reason)
             raise
-        self.events.add("stop", meter.step + 1, "finished")
+        self.events.add("stop", meter.step + 1, self.reason)
 
 
 def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Recording:

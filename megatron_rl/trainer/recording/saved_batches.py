@@ -4,7 +4,6 @@ request (run.save_batches).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from megatron_rl.metrics.reduce import MetricSums
 
 MOST_ANOMALIES = 3
 """Most mini-batches saved because they look wrong: a run that diverges has one in every update."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,8 @@ class SavedBatches:
         # NaN does not count as wrong: no token of the mini-batch is in the loss.  A mean of
         # log-ratios may also be far below 0.
         if abs(kl) > run.anomaly_kl:
-            return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
+            limit = f"run.anomaly_kl = {run.anomaly_kl:g}"
+            return f"KL(mu, pi_old) {kl:.4g}, its absolute value above {limit}"
         return ""
 
     def _bundle(self, step: int, index: int, reason: str, name: str = "") -> DueBundle:

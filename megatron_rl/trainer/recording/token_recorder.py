@@ -81,7 +81,7 @@ class Part:
             for sample, start in zip(samples, starts, strict=False)
             if sample.save_tokens
         ]
-        router_rows = layout.rows(batch.cu_seqlens)
+        router_rows = layout.router_rows(batch.cu_seqlens)
         inputs = [start + np.arange(len(rollout.tokens) - 1) for rollout, start in chosen]
         self.inputs = Places.of(inputs, router_rows, device)
         predicts = [start + rollout.sampled - 1 for rollout, start in chosen]

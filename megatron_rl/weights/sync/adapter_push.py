@@ -87,7 +87,7 @@ class AdapterPusher:
             if access.settings is None
             else {url.rstrip("/"): values for url, values in access.settings.items()}
         )
-        self.starts: dict[str, Json] = {}
+        self.server_starts: dict[str, Json] = {}
         """URL -> what tells one start of a server from another, once its base was verified."""
         self.loaded: dict[str, list[int]] = {}
         """URL -> versions whose adapters this run has loaded there."""
@@ -177,7 +177,7 @@ class AdapterPusher:
             if self.settings is not None:
                 check_unchanged(url, info, self.settings)
             starts[url] = start_of(info)
-        fresh = [url for url, start in starts.items() if self.starts.get(url) != start]
+        fresh = [url for url, start in starts.items() if self.server_starts.get(url) != start]
         for url in fresh:
             self.loaded[url] = []
         verified = 0
@@ -186,7 +186,7 @@ class AdapterPusher:
             digests = checkpoint_digests(base) if is_hashed else None
             what = f"model.path = {base.checkpoint}, the base of this run's adapters"
             verified = self.verifier.verify(self.servers, digests, what)
-        self.starts |= starts
+        self.server_starts |= starts
         return verified
 
     def _body(self, tensors: Tensors, version: int) -> Json:

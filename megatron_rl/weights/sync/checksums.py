@@ -30,7 +30,7 @@ FUSED = {
     "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
 }  # fmt: skip
-"""HF's name of a module -> SGLang's, and the place of its rows in that."""
+"""HF's name of a module -> SGLang's, and the index of its rows in that."""
 WHOLE_ON_EVERY_RANK = re.compile(
     r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate"
 )
@@ -100,7 +100,7 @@ class ExportDigests:
 
 
 def served_place(name: str) -> tuple[str, int]:
-    """Return the server's name of the tensor that contains this HF tensor, and its place in it."""
+    """Return the server's name of the tensor that contains this HF tensor, and its index in it."""
     if match := EXPERT.fullmatch(name):
         prefix, expert, part = match.groups()
         if part in ("down_proj", "w2"):

@@ -78,7 +78,7 @@ class Colocated(Transport):
         bodies = [common | {"serialized_named_tensors": of_server} for of_server in references]
         return servers.start_posts("/update_weights_from_tensor", bodies) if turn() else []
 
-    def sent(self) -> None:
+    def release_bucket(self) -> None:
         self.shared.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed

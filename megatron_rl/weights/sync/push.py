@@ -1,4 +1,4 @@
-"""Push new weights to the SGLang servers.
+"""Push new weights to the SGLang servers: what the settings call a weight sync.
 
 Every rank takes part.  Rank 0 calls the servers.  The sources are the training ranks that send
 (weights/hf/export.py): each sends the tensors that it has, so none is gathered on rank 0.  SGLang
@@ -109,7 +109,7 @@ class WeightPusher:
         self.bucket_bytes = sending.bucket_mb * 2**20
         self.device = sending.device
         self.verify_every = verify_every
-        self.unverified = 0
+        self.pushes_since_check = 0
         """Pushes from the last verified one on, that one included; back to 0 after `verify_every`
         of them.  0: the next push is verified."""
         self.verifier = Verifier()
@@ -122,7 +122,7 @@ class WeightPusher:
             if access.settings is None
             else {url.rstrip("/"): values for url, values in access.settings.items()}
         )
-        self.starts: dict[str, Json] = {}
+        self.server_starts: dict[str, Json] = {}
         """URL -> what tells one start of this server from another, at the last push."""
         self.transport = make_transport(sending, weights, self.ranks)
         self.released: dict[tuple[str, ...], set[str]] = {TO_LOAD: set(), TO_SERVE: set()}
@@ -136,7 +136,7 @@ class WeightPusher:
         serve: bool = True,
         keep_requests: bool = False,
     ) -> PushReport:
-        """Replace every weight of every server by the tensors of export().  Collective.
+        """Replace the weights of every server by the tensors of export().  Collective.
 
         The tensors may come in any order, dtype and layout; each source sends its own.  On return
         every server has all of them, runs again and reports weight version `version`; with serve =
@@ -157,7 +157,7 @@ class WeightPusher:
         )
         if self.ranks.rank == 0:
             order.close()
-        digests = self._digests(export) if opened.hashes else None
+        digests = self._digests(export) if opened.hash_export else None
 
         def finish() -> int | None:
             self._check_alone(version)
@@ -166,7 +166,7 @@ class WeightPusher:
             if opened.is_due:  # before any sample can have the version
                 verified = self.verifier.verify(self.servers, digests, f"version {version}")
             # after the check: a push that fails it leaves the next one due
-            self.unverified = (self.unverified + 1) % max(1, self.verify_every)
+            self.pushes_since_check = (self.pushes_since_check + 1) % max(1, self.verify_every)
             self.is_whole, self.sent_part = True, opened.is_part
             if serve:
                 self.serve(version)
@@ -208,7 +208,7 @@ class WeightPusher:
             return
         # servers that are no longer listed have died: a call would only time out
         self.transport.leave(self.servers, [url for url in self.servers.urls if url in urls])
-        self.unverified, self.is_whole = 0, False
+        self.pushes_since_check, self.is_whole = 0, False
         self.servers.close()
         self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
 
@@ -229,13 +229,15 @@ class WeightPusher:
             for url, info in infos.items():
                 check_unchanged(url, info, self.settings)
         starts = {url: start_of(info) for url, info in infos.items()}
-        restarted = {url for url, start in starts.items() if start != self.starts.get(url, start)}
+        restarted = {
+            url for url, start in starts.items() if start != self.server_starts.get(url, start)
+        }
         if restarted:
             names = ", ".join(sorted(restarted))
             logger.warning("started again since the last weight sync: %s", names)
-            self.unverified, self.is_whole = 0, False
+            self.pushes_since_check, self.is_whole = 0, False
         self.is_whole &= self.transport.keeps_tensors and all(map(keeps_unsent, infos.values()))
-        self.starts = starts
+        self.server_starts = starts
         return frozenset(restarted)
 
     def _open(self, version: int, keep_requests: bool) -> Opened:
@@ -250,11 +252,11 @@ class WeightPusher:
         self.servers.set_version(updating(version_name(version, self.run)))
         is_part = self.is_whole and bool(self.weights.changing and self.verify_every)
         if is_part and not self.sent_part:
-            self.unverified = 0
+            self.pushes_since_check = 0
         # a push that fails leaves servers with a mixture: the next one sends everything
         self.is_whole = self.sent_part = False
         # hashing costs a second export, so not every push is verified
-        is_due = bool(self.verify_every) and self.unverified == 0
+        is_due = bool(self.verify_every) and self.pushes_since_check == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)
         name = f"weight_sync_{uuid4()}"
@@ -295,7 +297,7 @@ class WeightPusher:
                     continue
                 if loading is not None:
                     loading.result()  # the servers read one bucket of a source at a time
-                loading = self._start(self._bucket(number, batch), version, order)
+                loading = self._send_bucket(self._bucket(number, batch), version, order)
                 num_bytes += batch.num_bytes
             if loading is not None:
                 loading.result()
@@ -303,15 +305,15 @@ class WeightPusher:
             # raised again, when no server reads from this source and the export is at its end
             order.fail()
             if loading is not None:
-                # the servers read the bucket's memory, which transport.sent() below may free
+                # the servers read the bucket's memory, which release_bucket below may free
                 wait_for_all([loading])
             drain(stream)
             raise
         finally:
-            self.transport.sent()
+            self.transport.release_bucket()
         return num_bytes
 
-    def _start(self, bucket: Bucket, version: int, order: BucketOrder) -> Future[None]:
+    def _send_bucket(self, bucket: Bucket, version: int, order: BucketOrder) -> Future[None]:
         """Send the bucket when it is its turn.
 
         The future ends, and the turn with it, when the servers have loaded the bucket.

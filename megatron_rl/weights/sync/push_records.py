@@ -1,4 +1,6 @@
-"""Records of one push: how it was opened, what was sent, and its report."""
+"""Records of one push, a weight sync of the settings: how it was opened, what was sent, and its
+report.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ class PushReport:
     """Measures of one push."""
 
     seconds: float
-    """From pause to continue."""
+    """Duration of the push, without a later `serve`."""
     num_bytes: int
     """Bytes of one copy of the weights, not of one for each server."""
     num_buckets: int
@@ -38,7 +40,7 @@ class Opened:
     """URLs of the servers that were started again since the last push."""
     is_due: bool
     """The servers' checksums are compared."""
-    hashes: bool
+    hash_export: bool
     """Rank 0 hashes the export for that."""
     is_part: bool
     """Only the tensors that training changes are sent (PushedWeights.changing)."""

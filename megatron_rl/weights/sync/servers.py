@@ -58,7 +58,7 @@ class Servers:
         self, urls: Sequence[str], headers: dict[str, str], timeout_seconds: float
     ) -> None:
         if not urls:
-            raise ValueError("WeightPusher needs at least one server URL")
+            raise ValueError("at least one server URL is needed")
         self.urls = [url.rstrip("/") for url in urls]
         self.headers = headers
         self.timeout = timeout_seconds

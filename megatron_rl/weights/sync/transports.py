@@ -1,4 +1,5 @@
-"""Three ways of a push: how buckets of tensors reach servers that are paused.
+"""The transports of a push: how buckets of tensors reach the servers.  The interface, with
+Distributed and Disk; colocated.py has the third.
 
 push.py decides when, and under which version.  Rank 0 opens and finishes a push; in between each
 source sends its own buckets, one at a time over all sources.
@@ -86,7 +87,7 @@ class Transport(ABC):
         meanwhile; raises WeightPushError.
         """
 
-    def sent(self) -> None:  # noqa: B027  not every transport keeps something
+    def release_bucket(self) -> None:  # noqa: B027  not every transport keeps something
         """Free what was kept for the servers: the last bucket of this source is loaded."""
 
     def finish(

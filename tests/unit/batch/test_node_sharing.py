@@ -189,7 +189,7 @@ def test_a_group_that_closes_moves_its_routes_once(is_alone, monkeypatch):
     private = [weakref.ref(rollout.routed_experts) for rollout in of_step.rollouts]
     scheduler = Scheduler(*[None] * 6)
     scheduler.parallel = SimpleNamespace(node=NodeRanks(None, (0, 0), None))
-    closed, expected = scheduler.close(group), [fields_of(r) for r in of_step.rollouts]
+    closed, expected = scheduler.rollout_group(group), [fields_of(r) for r in of_step.rollouts]
     assert [fields_of(r) for r in closed.rollouts] == expected
     for index, rollout in enumerate(closed.rollouts):
         assert group.rollouts[index] is rollout
@@ -197,4 +197,4 @@ def test_a_group_that_closes_moves_its_routes_once(is_alone, monkeypatch):
     del of_step, rollout, closed
     assert [array() is None for array in private] == [not is_alone] * 3
     group.scored = "scored"
-    assert scheduler.close(group) == "scored"
+    assert scheduler.rollout_group(group) == "scored"

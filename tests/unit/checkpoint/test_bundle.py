@@ -243,7 +243,7 @@ def test_what_belongs_to_routers_has_their_rows(saved):
     """Sequence-parallel ranks have other rows there."""
     folder, *_ = saved
     layout = SimpleNamespace(
-        model_rows=lambda bounds: ("model", bounds), rows=lambda bounds: ("router", bounds)
+        model_rows=lambda bounds: ("model", bounds), router_rows=lambda bounds: ("router", bounds)
     )
     bundle = Bundle(folder, SimpleNamespace(layout=layout))
     kinds = ("logprobs", "reference", "flips", "recorded 3", "router_ids 3", "router_logprobs 3")

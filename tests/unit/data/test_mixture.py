@@ -85,7 +85,7 @@ def test_steps_resumes_and_replicas_take_the_draws_of_the_reference(table, seed,
     streams, place = [stream_of(table, seed, shuffle)], 0
     for replicas, share, given_back, is_resumed in steps:
         count = replicas * share
-        left = streams[0].num_left(count)
+        left = streams[0].num_available(count)
         assert left == min(count, len(expected) - place)
         if left < count:
             with pytest.raises(DataError, match=f"{count} prompts were to be taken, {left} are"):
@@ -161,14 +161,14 @@ def test_a_dropped_source_leaves_the_others_and_a_stopping_one_ends_the_data():
     ]
     table = [(2, 1.0, "stop"), (3, 1.0, "repeat")]
     stream = stream_of(table, shuffle=False)
-    assert stream.num_left(100) == 4 and not stream.is_endless
+    assert stream.num_available(100) == 4 and not stream.is_endless
     assert [p.id for p in stream.take(4)] == ["gsm8k:0", "math:0", "gsm8k:1", "math:1"]
     # prompts that are given back count, and are taken again
     stream.load_state_dict(stream.state_dict(first=stream.prompts[:1]))
-    assert stream.num_left(100) == 1 and stream.take(1)[0].id == "gsm8k:0"
-    assert stream.num_left(100) == 0
+    assert stream.num_available(100) == 1 and stream.take(1)[0].id == "gsm8k:0"
+    assert stream.num_available(100) == 0
     all_dropped = stream_of([(2, 1.0, "drop"), (1, 9.0, "drop")])
-    assert all_dropped.num_left(100) == 3
+    assert all_dropped.num_available(100) == 3
 
 
 @pytest.mark.parametrize(

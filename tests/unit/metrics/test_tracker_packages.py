@@ -235,8 +235,8 @@ def test_wandb_without_a_network_stops_nothing(tmp_path):
     """
     code = RUN.replace('"offline"', '"online"').replace('"60"', '"3"')
     code += (
-        "from megatron_rl.metrics.trackers.background import leave; import time; print('end',"
-        " time.time()); leave(0)"
+        "from megatron_rl.metrics.trackers.background import exit_if_tracker_hangs; import time;"
+        " print('end', time.time()); exit_if_tracker_hangs(0)"
     )
     env = os.environ | {
         "WANDB_API_KEY": "a" * 40,

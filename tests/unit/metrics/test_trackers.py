@@ -160,7 +160,7 @@ def test_a_process_ends_although_a_tracker_hangs(tmp_path):
         " from megatron_rl.metrics.trackers.background import *\nclass Hangs(Tracker):\n    def"
         " close(self, *, failed): time.sleep(600)\nimport atexit; atexit.register(time.sleep, 600) "
         " # as packages do\nt = BackgroundTracker('Hangs', lambda: Hangs(None), print);"
-        " t.close(failed=False, seconds=0.2); print('end'); leave(7)"
+        " t.close(failed=False, seconds=0.2); print('end'); exit_if_tracker_hangs(7)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300

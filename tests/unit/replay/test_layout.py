@@ -30,17 +30,17 @@ def layout(**changes):
 
 def test_rows_of_every_tp_rank_tile_the_packed_order():
     rows = [
-        layout(tp_rank=r, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 9, 24]))
+        layout(tp_rank=r, tp_size=4, sequence_parallel=True).router_rows(torch.tensor([0, 9, 24]))
         for r in range(4)
     ]
     assert [i for part in rows for i in range(24)[part]] == list(range(24))
-    assert layout(tp_rank=2, tp_size=4, sequence_parallel=False).rows(
+    assert layout(tp_rank=2, tp_size=4, sequence_parallel=False).router_rows(
         torch.tensor([0, 24])
     ) == slice(0, 24)
     with pytest.raises(
         ValueError, match=r"micro-batch of 26 rows.*parallel\.tp = 4: .*pack with pad_multiple = 4"
     ):
-        layout(tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 26]))
+        layout(tp_size=4, sequence_parallel=True).router_rows(torch.tensor([0, 26]))
 
 
 @settings(deadline=None)
@@ -79,7 +79,7 @@ def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, 
             share = len(held[cp_rank]) // tp if sp else len(held[cp_rank])
             first = tp_rank * share if sp else 0
             assert (
-                torch.arange(row)[place.rows(cu_seqlens)].tolist()
+                torch.arange(row)[place.router_rows(cu_seqlens)].tolist()
                 == held[cp_rank][first : first + share]
             )
 
@@ -130,8 +130,8 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
                 sequence_parallel=sp,
                 top_k=top_k,
             )
-            rows = torch.arange(end)[rank.rows(bounds)].tolist()
-            assert rank.num_rows(end) == len(rows)
+            rows = torch.arange(end)[rank.router_rows(bounds)].tolist()
+            assert rank.num_router_rows(end) == len(rows)
             memory = np.full(end * 10 + 3, 99, dtype) if reuse else None
             local = rank.local_routes(routes, bounds, memory)
             assert local.shape == (len(layers), len(rows), top_k) and local.dtype == dtype
@@ -227,9 +227,9 @@ def test_padded_rows_and_routes_against_a_loop(
                 tp_rank=tp_rank,
                 tp_size=tp,
             )
-            rows = torch.arange(width * length)[rank.rows(bounds)].tolist()
+            rows = torch.arange(width * length)[rank.router_rows(bounds)].tolist()
             assert [divmod(row, length) for row in rows] == expected
-            assert rank.num_rows(width * length) == len(rows)
+            assert rank.num_router_rows(width * length) == len(rows)
             model = torch.arange(width * length)[rank.model_rows(bounds)].tolist()
             assert (
                 model == sorted(model)
@@ -264,11 +264,11 @@ def test_padded_micro_batches_that_do_not_fit_are_refused():
     with pytest.raises(
         ValueError, match=r"sequences of \[4, 8\] rows in a padded micro-batch, must have equal"
     ):
-        layout(padded=True).rows(torch.tensor([0, 4, 12]))
+        layout(padded=True).router_rows(torch.tensor([0, 4, 12]))
     with pytest.raises(
         ValueError, match=r"sequences of 6 rows .*parallel\.tp = 4.*sequence_multiple = 4"
     ):
-        layout(padded=True, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 6, 12]))
+        layout(padded=True, tp_size=4, sequence_parallel=True).router_rows(torch.tensor([0, 6, 12]))
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 50))

@@ -182,10 +182,10 @@ def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_s
     def count(group, rank):
         own = place(rank)
         stage = rank // tp
-        compared = [torch.ones(own.num_rows(int(b[-1])), dtype=torch.bool) for b in bounds]
+        compared = [torch.ones(own.num_router_rows(int(b[-1])), dtype=torch.bool) for b in bounds]
         mismatch = Mismatch((0,), compared)
         for table, mine, cu_seqlens in zip(flips, mismatch.flips, bounds, strict=True):
-            mine.copy_(table[stage][own.rows(cu_seqlens)].to(torch.int16))
+            mine.copy_(table[stage][own.router_rows(cu_seqlens)].to(torch.int16))
         return flips_per_token(mismatch, own, bounds, group)
 
     for rank, counted in enumerate(run_thread_ranks(count, tp * pp)):

@@ -31,7 +31,8 @@ def layout_of(tp_rank=0, tp_size=1, *, sequence_parallel=False):
     shares = tp_size if sequence_parallel else 1
     return SimpleNamespace(
         tp_rank=tp_rank, tp_size=tp_size, sequence_parallel=sequence_parallel,
-        num_rows=lambda count: count // shares, by_sequence=lambda values, cu_seqlens: values,
+        num_router_rows=lambda count: count // shares,
+        by_sequence=lambda values, cu_seqlens: values,
     )  # fmt: skip
 
 

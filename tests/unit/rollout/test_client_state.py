@@ -60,7 +60,7 @@ def test_an_answer_that_became_too_old_by_one_version_is_dropped_once_with_its_p
     assert [len(ids) for body in server.requests[asked:] for ids in body["input_ids"]] == [
         5 if has_prefix else 3
     ] * 2 + [3] * 2
-    for rollout in group.closed().rollouts:
+    for rollout in group.rollout_group().rollouts:
         assert rollout.policy_versions.tolist() == [4] * 6
         assert_fingerprints(rollout)
     counters = client.counters
@@ -118,7 +118,7 @@ def test_a_response_that_is_cut_at_a_token_that_ends_responses_is_complete():
         server.script = ["slow", "ok"]
         groups = [Group(prompt, 1) for prompt in PROMPTS[1:3]]
         fill(client, groups, keep=1)
-    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollout_group().rollouts]
     assert sorted(rollout.tokens[3:].tolist() for rollout in rollouts) == [
         [7, own_end],
         [7, own_end, 6, own_end],

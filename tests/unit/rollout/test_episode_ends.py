@@ -50,7 +50,7 @@ def sample(function, *, size=1, max_tokens=64, **settings):
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         client = client_of(server, function, **settings)
         client.fill(groups, Sampling(1.0, max_tokens, (1,), 3))
-    return groups[0].closed().rollouts, client.counters
+    return groups[0].rollout_group().rollouts, client.counters
 
 
 async def started(session):

@@ -13,7 +13,7 @@ from megatron_rl.rollout.group import Group, GroupState
 from tests.unit.batch.rollouts import make_rollout
 
 PROMPT = Prompt("q", "", (1, 2), "")
-WAITING, IN_FLIGHT, COMPLETE, FINISHED, DROPPED = GroupState
+WAITING, IN_FLIGHT, COMPLETE, TAKEN, DROPPED = GroupState
 
 
 def complete(group):
@@ -49,34 +49,34 @@ def test_a_call_samples_a_group_that_waits_and_leaves_it_complete_or_waiting():
     assert states(groups) == [COMPLETE, IN_FLIGHT, WAITING]
     task.add(groups[2:])
     assert states(groups) == [COMPLETE, IN_FLIGHT, IN_FLIGHT]
-    assert not groups[0].is_in_call, "a complete group is released"
+    assert not groups[0].is_in_task, "a complete group is released"
     client.may_end.set()
     assert task.end("abort") is None
     assert states(groups) == [COMPLETE, WAITING, WAITING]
 
 
-@pytest.mark.parametrize("is_in_call", [True, False])
-def test_a_complete_group_that_becomes_too_old_is_sampled_again(is_in_call):
+@pytest.mark.parametrize("is_in_task", [True, False])
+def test_a_complete_group_that_becomes_too_old_is_sampled_again(is_in_task):
     group = Group(PROMPT, 2)
     complete(group)
-    group.is_in_call = is_in_call
+    group.is_in_task = is_in_task
     oldest = group.rollouts[0].oldest_version
     assert not group.drop_older(oldest, has_request=False) and group.state is COMPLETE
     group.scored = SimpleNamespace()
     assert len(group.drop_older(oldest + 1, has_request=False)) == 2 and group.scored is None
-    assert group.state is (IN_FLIGHT if is_in_call else WAITING)
+    assert group.state is (IN_FLIGHT if is_in_task else WAITING)
 
 
 def test_a_group_leaves_the_queue_once_and_only_a_complete_one_is_trained_on():
     group = Group(PROMPT, 1)
-    for wrong in (FINISHED, COMPLETE):
+    for wrong in (TAKEN, COMPLETE):
         with pytest.raises(AssertionError):
             group.leave(wrong)
     group.leave(DROPPED)
     assert group.state is DROPPED
     group = Group(PROMPT, 1)
     complete(group)
-    group.leave(FINISHED)
-    assert group.state is FINISHED
+    group.leave(TAKEN)
+    assert group.state is TAKEN
     with pytest.raises(AssertionError):
         group.leave(DROPPED)

@@ -146,7 +146,7 @@ def test_a_response_cut_short_by_an_abort_continues_under_the_next_weights():
         == 0
     )
     for group in first + left + new:
-        for rollout in group.closed().rollouts:
+        for rollout in group.rollout_group().rollouts:
             spans = [[3, 2], [5, 4]] if group in left else [[3 if group in first else 5, 6]]
             assert rollout.policy_versions.tolist() == [
                 version for version, n in spans for _ in range(n)
@@ -180,8 +180,8 @@ def test_a_group_continues_sample_by_sample():
         (request,) = server.requests[2:]
         assert [len(ids) for ids in request["input_ids"]] == [3, 5, 3]
         assert [params["max_new_tokens"] for params in request["sampling_params"]] == [6, 4, 6]
-    assert len({rollout.tokens.tobytes() for rollout in group.closed().rollouts}) == 3
-    for rollout in group.closed().rollouts:
+    assert len({rollout.tokens.tobytes() for rollout in group.rollout_group().rollouts}) == 3
+    for rollout in group.rollout_group().rollouts:
         assert_fingerprints(rollout)
 
 
@@ -193,19 +193,23 @@ def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sa
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
         drop_older([left], 3, client.counters)
-        assert client.counters.stale_samples == 0 and left.begins_at(3) and not left.begins_at(2)
+        assert (
+            client.counters.stale_samples == 0
+            and left.has_oldest_version(3)
+            and not left.has_oldest_version(2)
+        )
         drop_older([left], 4, client.counters)
         assert (client.counters.stale_samples, client.counters.stale_tokens) == (
             2,
             4,
-        ) and not left.begins_at(3)
+        ) and not left.has_oldest_version(3)
         left.is_due = True
         model.version = 4
         server.script = ["ok"]
         others = [Group(prompt, 2) for prompt in PROMPTS[2:]]
         kept = fill(client, [*others, left], 4, keep=1)
     assert kept == [left]
-    for rollout in left.closed().rollouts:
+    for rollout in left.rollout_group().rollouts:
         assert rollout.oldest_version == 4
         assert_fingerprints(rollout)
 
@@ -247,7 +251,7 @@ def test_a_damaged_continuation_is_dropped_and_its_prefix_is_kept():
         model.version, server.script = 4, ["nan_logprob", "short_routes", "ok"]
         fill(client, [left], 4)
     assert client.counters.dropped == {"bad_logprobs": 1, "routes_wrong_size": 1}
-    (rollout,) = left.closed().rollouts
+    (rollout,) = left.rollout_group().rollouts
     assert rollout.tokens[:5].tolist() == before.tokens.tolist() and not left.prefixes
     assert_fingerprints(rollout)
 
@@ -277,7 +281,7 @@ def test_a_response_that_ended_as_it_was_aborted_is_complete_and_not_requested_a
         groups = [Group(prompt, 1) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
         (left,) = [group for group in groups if group is not complete]
-        (rollout,) = left.closed().rollouts
+        (rollout,) = left.rollout_group().rollouts
         assert (
             rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
         )
@@ -375,7 +379,7 @@ def test_a_signal_keeps_the_prefix_of_every_response():
         assert sorted(cut.prefixes) == [0, 1] and client.counters.redrawn_samples == 0
         again = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
         fill(again, groups, 3)
-    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+    for rollout in (rollout for group in groups for rollout in group.rollout_group().rollouts):
         assert rollout.response_length == 6
         assert_fingerprints(rollout)
     assert [len(ids) for ids in server.requests[-1]["input_ids"]] == [5, 5]
@@ -391,5 +395,5 @@ def test_when_one_group_fails_permanently_the_others_keep_their_prefixes():
         server.script = ["ok"]
         fill(client, groups, 3)
     assert client.counters.resumed_samples == 2
-    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+    for rollout in (rollout for group in groups for rollout in group.rollout_group().rollouts):
         assert_fingerprints(rollout)

@@ -75,7 +75,9 @@ def test_a_request_asks_for_the_sets_and_a_response_has_them():
     assert plain["sampling_params"]["top_k"] == -1
     (prefill,) = server.prefills
     assert "return_sampling_mask" not in prefill, "a prefill samples nothing"
-    for rollout, sample in zip(group.closed().rollouts, server.served.values(), strict=False):
+    for rollout, sample in zip(
+        group.rollout_group().rollouts, server.served.values(), strict=False
+    ):
         meta = sample["meta_info"]
         sets = [sorted(own) for own in meta["output_token_sampling_mask"]]
         mask = rollout.sampling_mask

@@ -137,7 +137,7 @@ def test_of_more_groups_that_are_due_a_step_waits_for_as_many_as_it_takes():
         for step in range(2):
             trainer.step(step)
         assert [group.prompt.id for group in trainer.scheduler.groups[:4]] == ["2", "3", "4", "5"]
-        assert all(group.begins_at(0) for group in trainer.scheduler.groups[:4])
+        assert all(group.has_oldest_version(0) for group in trainer.scheduler.groups[:4])
         server.is_slow, server.patience = (lambda number: number in (4, 5)), 20.0
         sampled = trainer.scheduler.take(2, 2)
         assert [prompt.id for prompt in sampled.prompts] == ["2", "3"] and max(
@@ -166,7 +166,7 @@ def test_the_trainer_continues_while_the_next_step_is_sampled():
             trainer.inference.push(1)
         server.is_slow = lambda number: False
         server.stopping.set()  # the slow ones answer, as aborted; they are requested again
-        scheduler.finish()
+        scheduler.end_sampling()
         assert trainer.inference.pending is None and all(
             group.is_complete for group in scheduler.groups
         )
@@ -181,7 +181,7 @@ def test_sampling_that_fails_ahead_stops_the_run_where_it_is_waited_for():
     with training("ok", "ok", "http_400", max_concurrency=1, max_staleness=1) as (trainer, _):
         trainer.scheduler.take(0, 0)
         with pytest.raises(RolloutError, match="refused prompt"):
-            trainer.scheduler.finish()
+            trainer.scheduler.end_sampling()
 
 
 def test_a_run_that_ends_stops_what_is_sampled_ahead(new_threads):
@@ -191,7 +191,7 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead(new_threads):
         trainer.inference.stop()
         assert not any(thread.name == "sampling" for thread in new_threads())
         with pytest.raises(SamplingStopped):
-            trainer.scheduler.finish()
+            trainer.scheduler.end_sampling()
 
 
 def test_a_drain_completes_what_was_started_and_starts_nothing(monkeypatch):
@@ -231,7 +231,7 @@ def test_groups_that_are_drawn_again_come_from_what_is_sampled_ahead_which_is_re
         assert [prompt.id for prompt in scheduler.queue] == ["3", "4"]
         more = scheduler.take_more(3, 0)
         assert [prompt.id for prompt in more.prompts] == ["3", "4", "5"] and ages(more, 0) == {0}
-        assert [group.prompt.id for group in scheduler.taken] == [str(i) for i in range(6)], (
+        assert [group.prompt.id for group in scheduler.removed] == [str(i) for i in range(6)], (
             "all are kept by a checkpoint"
         )
         assert [prompt.id for prompt in scheduler.queue] == ["6", "7"]
@@ -300,8 +300,8 @@ def test_a_response_that_is_sampled_again_is_scored_again():
     with training("ok", **settings) as (trainer, _):
         trainer.scheduler.take(0, 0)
         (group, *_) = (each for each in trainer.scheduler.groups if each.is_complete)
-        group.scored = group.closed()
-        assert not group.drop_older(0, has_request=False) and group.closed() is group.scored
+        group.scored = group.rollout_group()
+        assert not group.drop_older(0, has_request=False) and group.rollout_group() is group.scored
         assert group.drop_older(1, has_request=True) and group.scored is None
 
 
@@ -338,7 +338,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
             trainer.step(step)
             Trainer.report(run, step, [])
             assert (
-                not trainer.scheduler.taken
+                not trainer.scheduler.removed
                 and len(trainer.scheduler.groups) == max_staleness * PER_STEP
             )
             assert trainer.inference.pending is None

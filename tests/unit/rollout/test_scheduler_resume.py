@@ -42,7 +42,7 @@ def test_a_resumed_run_trains_on_what_was_in_flight(mode, tmp_path):
         before = [trainer.step(step) for step in range(3)]
         saved = saved_at(trainer, tmp_path / "saved", is_step_done=True)
         queue = trainer.scheduler.groups
-        ready = {group.prompt.id: group.closed() for group in queue if group.is_complete}
+        ready = {group.prompt.id: group.rollout_group() for group in queue if group.is_complete}
         cut = {
             rollout.id: rollout.tokens.tolist()
             for group in queue
@@ -84,10 +84,12 @@ def test_a_step_stopped_before_it_trained_is_not_sampled_again(mode, tmp_path):
         following = trainer.scheduler.groups
         assert wait_for(lambda: all(group.is_complete for group in following), 10)
         _, folder = saved_at(trainer, tmp_path / "saved", is_step_done=False)
-        following = [group.closed() for group in following]
+        following = [group.rollout_group() for group in following]
     with resumed((state, folder), 1, **settings) as (again, server):
         assert contents(again.scheduler.take(1, 1).groups) == contents(taken.groups)
-        assert contents(group.closed() for group in again.scheduler.groups) == contents(following)
+        assert contents(group.rollout_group() for group in again.scheduler.groups) == contents(
+            following
+        )
         assert not server.requests, "everything was there"
         assert len(following) == PER_STEP * (trainer.cfg.rollout.steps_ahead + ("resume" in mode))
 
@@ -105,7 +107,7 @@ def test_a_signal_keeps_what_is_sampled_ahead_as_far_as_it_is(tmp_path):
         _, folder = saved_at(trainer, tmp_path / "saved", is_step_done=False)
         complete = {group.prompt.id: group for group in taken.groups}
         complete |= {
-            group.prompt.id: group.closed()
+            group.prompt.id: group.rollout_group()
             for group in trainer.scheduler.groups
             if group.is_complete
         }

@@ -156,7 +156,8 @@ def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_wei
         inference.wait(version=8)
         assert inference.version == 8
         versions = [
-            {int(v) for r in group.closed().rollouts for v in r.policy_versions} for group in groups
+            {int(v) for r in group.rollout_group().rollouts for v in r.policy_versions}
+            for group in groups
         ]
     assert sorted(map(tuple, versions)) == sorted(
         [(7,)] * versions.count({7}) + [(8,)] * versions.count({8})

@@ -109,7 +109,7 @@ def taught(names=NAMES, scripts=(), with_memory=True, **rollout):
         sleepers = {name: teacher.sleeper() for name, teacher in teachers.items()}
         for sleeper in sleepers.values():
             sleeper.release()
-        inference.turns = TeacherTurns(tuple(names), sleepers)
+        inference.teacher_turns = TeacherTurns(tuple(names), sleepers)
         if with_memory:
             share_memory(loop, events)
         events.clear()
@@ -151,8 +151,8 @@ def step(loop, number):
     """One step, as the trainer goes through it; its groups."""
     loop.rollouts.serve()
     loop.rollouts.draw(loop.scheduler.take, number)
-    finished = [group for group in loop.scheduler.taken if group.state is GroupState.FINISHED]
-    taken = [group.closed() for group in finished]
+    finished = [group for group in loop.scheduler.removed if group.state is GroupState.TAKEN]
+    taken = [group.rollout_group() for group in finished]
     loop.rollouts.give_memory_to_trainer()
     loop.rollouts.sync_weights(number + 1)
     loop.scheduler.step_done()
@@ -193,10 +193,10 @@ def test_servers_teachers_and_trainer_have_the_memory_one_after_the_other(mode):
                 "trainer frees", "servers wake", "servers release", *turns, "trainer restores",
             ]  # fmt: skip
             assert "sampling" not in events or events.index("sampling") == 2
-            seconds = loop.inference.turn_seconds()
+            seconds = loop.inference.teacher_seconds()
             assert seconds["teacher/switch_seconds"] > 0
             assert set(seconds) == {"teacher/switch_seconds", "teacher/turn_seconds"}
-        assert not any(loop.inference.turn_seconds().values())
+        assert not any(loop.inference.teacher_seconds().values())
 
 
 def test_teachers_share_gpus_of_their_own_beside_servers_that_keep_theirs():
@@ -224,7 +224,7 @@ def test_rewards_of_groups_that_were_scored_while_others_were_sampled_stay():
 
         def reward(groups):
             for group in groups:
-                closed = group.closed()
+                closed = group.rollout_group()
                 rollouts = (replace(r, response_text="text") for r in closed.rollouts)
                 group.scored = replace(closed, rollouts=tuple(rollouts), rewards=np.float32([1, 2]))
 
@@ -299,7 +299,7 @@ def test_a_signal_while_a_teacher_scores_leaves_all_to_the_checkpoint():
         thread.join()
         loop.rollouts.give_memory_to_trainer()
         assert events[-2:] == ["odd releases", "trainer restores"]
-        groups = loop.scheduler.taken
+        groups = loop.scheduler.removed
         assert [group.is_complete for group in groups] == [True, False]
         assert all(group.is_sampled for group in groups)
         assert list(loop.scheduler.files(is_step_done=False)) == ["rollouts_00000.safetensors"]

@@ -89,9 +89,9 @@ def test_groups_are_complete_when_their_teacher_has_scored_them():
         # a group is complete when it is reported; others may be, too
         assert len(complete) == 3 and all(map(int.__ge__, complete, (1, 2, 3)))
         for group in groups[:2]:
-            for rollout in group.closed().rollouts:
+            for rollout in group.rollout_group().rollouts:
                 assert_taught(rollout)
-        assert all(r.teacher_logprobs is None for r in groups[2].closed().rollouts)
+        assert all(r.teacher_logprobs is None for r in groups[2].rollout_group().rollouts)
         # one request per response, which asks for the tokens after the prompt and for nothing new
         assert len(teacher.requests) == 4
         for body in teacher.requests:

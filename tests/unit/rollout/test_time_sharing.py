@@ -80,12 +80,14 @@ TO_SERVERS = [
 def test_each_side_allocates_after_the_other_has_freed(shared):
     inference, server = shared
     inference.give_memory_to_trainer()
-    assert order(server) == TO_TRAINER and not inference.is_serving
+    assert order(server) == TO_TRAINER and not inference.servers_have_memory
     inference.give_memory_to_trainer()
     assert order(server) == TO_TRAINER, "the trainer has the memory"
     inference.push(1)
     assert (
-        order(server) == TO_TRAINER + TO_SERVERS and inference.is_serving and server.version == "1"
+        order(server) == TO_TRAINER + TO_SERVERS
+        and inference.servers_have_memory
+        and server.version == "1"
     )
     inference.push(2)  # the weights come back first
     assert order(server) == (TO_TRAINER + TO_SERVERS) * 2
@@ -96,7 +98,7 @@ def test_the_trainer_stays_away_from_servers_that_did_not_release(shared):
     server.faults["/release_memory_occupation"] = [(500, 0.0)]
     with pytest.raises(WeightPushError, match="release_memory_occupation answered 500"):
         inference.give_memory_to_trainer()
-    assert "restore" not in server.paths and inference.is_serving
+    assert "restore" not in server.paths and inference.servers_have_memory
 
 
 def test_weights_are_sent_when_servers_sample_next(shared):

@@ -54,7 +54,7 @@ def client_of(server):
 
 def fill(client, group):
     client.fill([group], Sampling(1.0, 64, (1,), 3))
-    return group.closed().rollouts[0]
+    return group.rollout_group().rollouts[0]
 
 
 def sampled():

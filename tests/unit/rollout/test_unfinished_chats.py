@@ -139,7 +139,7 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
         assert (client.counters.resumed_episodes, client.counters.diverged_episodes) == (1, 0)
         (seconds,) = client.take_stats().environment_seconds
         assert 0 <= seconds < 60
-    (rollout,) = groups[0].closed().rollouts
+    (rollout,) = groups[0].rollout_group().rollouts
     assert (
         len(rollout.episode.turns) == 2
         and len(rollout.sequences) == 1
@@ -173,7 +173,7 @@ def test_a_dropped_episode_keeps_the_sets_of_all_its_sequences():
     with FakeServer("ok", source=chat_with_sets) as server:
         client = client_of(server, function=f"{__name__}:fails_in_two_sequences", on_error="drop")
         client.fill(groups, SAMPLING)
-    (rollout,), _ = from_bytes(to_bytes([groups[0].closed().rollouts[0]]))
+    (rollout,), _ = from_bytes(to_bytes([groups[0].rollout_group().rollouts[0]]))
     assert (
         np.isnan(rollout.episode.reward)
         and len(rollout.sequences) == 2

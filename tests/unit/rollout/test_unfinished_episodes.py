@@ -132,7 +132,7 @@ def through_a_checkpoint(groups, folder):
 
 
 def check(groups, num_turns):
-    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollout_group().rollouts]
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(groups) * GROUP
     for rollout in rollouts:
         assert_turn_fingerprints(rollout)
@@ -228,7 +228,7 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
         server.script = ["ok"]
         client = client_of(server, name)
         fill(client, groups, 3)
-        (rollout,) = groups[0].closed().rollouts
+        (rollout,) = groups[0].rollout_group().rollouts
         assert_turn_fingerprints(rollout)
         assert len(rollout.episode.turns) == turns
     assert (client.counters.diverged_episodes, client.counters.diverged_tokens) == (1, dropped)
@@ -279,7 +279,9 @@ def test_groups_that_were_not_needed_continue_under_the_next_weights():
     check(groups, 5)
     assert client.counters.cancelled_groups == client.counters.redrawn_samples == 0
     for group in groups[1:]:
-        assert all(set(rollout.policy_versions) == {3, 4} for rollout in group.closed().rollouts)
+        assert all(
+            set(rollout.policy_versions) == {3, 4} for rollout in group.rollout_group().rollouts
+        )
 
 
 def test_turns_of_a_rollout_join_to_it_again():
@@ -400,7 +402,7 @@ def test_an_episode_of_several_sequences_continues(tmp_path, answers):
         assert (
             len(server.requests) - before == 4 - answers and client.counters.diverged_episodes == 0
         )
-    (rollout,) = groups[0].closed().rollouts
+    (rollout,) = groups[0].rollout_group().rollouts
     assert [len(sequence.episode.turns) for sequence in rollout.sequences] == [
         2,
         2,

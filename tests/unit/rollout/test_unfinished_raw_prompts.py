@@ -72,7 +72,7 @@ def test_raw_prompts_continue_after_an_interruption_with_the_sequences_that_they
         client.fill(groups, RAW_SAMPLING)
         assert len(server.requests) == 5, "a recorded turn was sampled again"
         assert (client.counters.resumed_episodes, client.counters.diverged_episodes) == (1, 0)
-        (rollout,) = groups[0].closed().rollouts
+        (rollout,) = groups[0].rollout_group().rollouts
         check_every_token_once(server, rollout)
     assert seen[0] == seen[1], "the program reads the answers that it had"
     first, second, third = map(TOKENIZER.decode, seen[0])

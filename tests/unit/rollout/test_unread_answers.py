@@ -414,7 +414,7 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(
         client.fill(groups, sampling)
         assert len(server.requests) == sent + 2, "a choice that was complete was sampled again"
         assert client.counters.diverged_tokens == client.counters.unread_turns == 0
-    (rollout,) = groups[0].closed().rollouts
+    (rollout,) = groups[0].rollout_group().rollouts
     assert (
         sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2]
         and rollout.episode.reward == 1.0

@@ -56,7 +56,7 @@ def test_a_run_trains_on_every_prompt_until_fewer_than_a_step_are_left(settings)
         over = settings.get("over_sample", 0) and "partial" not in settings
         # over_sample without partial drops prompts, so that steps need more of them
         assert step == (2 if over else 3) and len(set(trained)) == len(trained)
-        trainer.scheduler.finish()
+        trainer.scheduler.end_sampling()
 
 
 def used_up(trainer):

@@ -115,7 +115,7 @@ def test_each_kind_of_anomaly_is_saved_with_its_reason_and_only_the_first_three(
     reasons = [
         "gradient norm nan", "gradient norm inf",
         "gradient norm 10.5 above run.anomaly_grad_norm = 10",
-        "KL(mu, pi_old) -0.6 above run.anomaly_kl = 0.5",
+        "KL(mu, pi_old) -0.6, its absolute value above run.anomaly_kl = 0.5",
     ]  # fmt: skip
     places = [(2, 0), (2, 1), (3, 1), (4, 0)]
     assert [

@@ -81,7 +81,7 @@ def live(tmp_path):
             return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
 
         inference = SimpleNamespace(
-            is_serving=True, dtype="bfloat16", restarts=0, turn_seconds=dict,
+            servers_have_memory=True, dtype="bfloat16", restarts=0, teacher_seconds=dict,
             give_memory_to_trainer=calls.note("release"),
             push=calls.note("push"), last_push=None,
             generate=lambda prompts, count, **settings: (
@@ -132,7 +132,7 @@ def live(tmp_path):
         source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
         source.scheduler = SimpleNamespace(
             can_take=lambda count: True,
-            prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"),
+            prepare_sync=calls.note("prepare_sync"), end_sampling=calls.note("end_sampling"),
             step_done=calls.note("step_done"),
             prompts_state=lambda: {"epoch": 0}, files=lambda *,
             is_step_done: {"is_step_done": is_step_done},
@@ -145,11 +145,11 @@ def live(tmp_path):
 
 
 def sampled(*groups, gaps=None, seconds=2.0):
-    call = CallStats(
+    stats = CallStats(
         seconds=seconds, tokens=100, prompt_tokens=40, cached_tokens=10, request_seconds=[1.0]
     )
     return Sampled(
-        [group.prompt for group in groups], list(groups), gaps or MissingRouteCounts(), call
+        [group.prompt for group in groups], list(groups), gaps or MissingRouteCounts(), stats
     )
 
 
@@ -208,7 +208,7 @@ def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live
     source.scheduler.take = lambda *args: (
         calls.append(("take", args, {})) or sampled(make_group("a"), make_group("b"))
     )
-    source.inference.is_serving = False
+    source.inference.servers_have_memory = False
     source.sample(5)
     assert calls.names == ["push", "take", "score"] and calls[0][1:] == (
         (3,),
@@ -226,21 +226,23 @@ def test_rank_0_counts_the_bytes_of_every_weight_sync_of_a_step(live, rank):
     assert metrics(source).get("perf/weight_sync_gib") == (3.5 if rank == 0 else None)
 
 
-@pytest.mark.parametrize("is_serving", [True, False])
-def test_a_weight_sync_ends_sampling_first_also_where_a_signal_came(live, tmp_path, is_serving):
+@pytest.mark.parametrize("servers_have_memory", [True, False])
+def test_a_weight_sync_ends_sampling_first_also_where_a_signal_came(
+    live, tmp_path, servers_have_memory
+):
     source, calls = live()
-    source.inference.is_serving = is_serving
+    source.inference.servers_have_memory = servers_have_memory
     source.meter.step = 6
     source.sync_weights(4)
     source.scheduler.prepare_sync = calls.note("prepare_sync", SamplingStopped())
     source.sync_weights(5)
-    names = ["prepare_sync", "push"] if is_serving else ["prepare_sync"]
+    names = ["prepare_sync", "push"] if servers_have_memory else ["prepare_sync"]
     assert calls.names == names * 2 and source.policy_version == 5
     pushed = [call for call in calls if call[0] == "push"]
-    assert [args for _, args, _ in pushed] == [(4,), (5,)] * is_serving
+    assert [args for _, args, _ in pushed] == [(4,), (5,)] * servers_have_memory
     assert all(settings == {"keep_requests": False} for *_, settings in pushed)
-    assert (source.meter.take_times()["time/weight_sync"] > 0) == is_serving
-    if is_serving:
+    assert (source.meter.take_times()["time/weight_sync"] > 0) == servers_have_memory
+    if servers_have_memory:
         assert events_of(tmp_path / "events.jsonl") == [
             ("weight_sync", 7, f"version {version}") for version in (4, 5)
         ]
@@ -263,7 +265,9 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
     stages = []
     source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
     source.start(0)
-    assert stages == ["first weight sync and parity check", "rollout", "weight_sync"]
+    assert stages == [
+        "rollout", "weight_sync", "parity check: sampling", "parity check",
+    ]  # fmt: skip
     assert calls.names == ["prepare_sync", "push", "generate", "release", "compare", "log", "check"]
     assert calls.pop(0) and calls[0][1] == (3,)
     assert calls[1][1:] == (
@@ -276,7 +280,7 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
         "the probe is not scored"
     )
     assert calls[4][1] == ("line limits of bfloat16",) and calls[5][1][0] == "limits of bfloat16"
-    source.inference.is_serving = False
+    source.inference.servers_have_memory = False
     start = len(calls)
     source.start(0)
     assert calls.names[start:][:3] == ["prepare_sync", "push", "generate"], (
@@ -373,7 +377,7 @@ def test_all_replicas_have_their_rewards_before_any_goes_on(live, monkeypatch):
 def test_a_draw_that_asked_no_server_has_no_throughput(live):
     source, _ = live()
     source.scheduler.take = lambda *args: replace(
-        sampled(make_group("a"), make_group("b")), call=None
+        sampled(make_group("a"), make_group("b")), stats=None
     )
     source.sample(0)
     assert "rollout/tokens_per_second" not in metrics(source)
@@ -383,7 +387,7 @@ def test_complete_groups_are_scored_while_others_are_sampled(live):
     source, calls = live(rewards=[0.0, 1.0])
     rollouts = dict(enumerate(make_group("a").rollouts))
     waiting = [Group(make_group("a").prompt, len(rollouts), rollouts)]
-    source.scheduler.close = Group.closed
+    source.scheduler.rollout_group = Group.rollout_group
     source.score_ready([])
     source.score_ready(waiting)
     assert calls == [("score", [["text of 3", "text of 4"]], (True, None, False))]
@@ -450,11 +454,11 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
         return {"eval/a/avg@3": float(sum(group.rewards.sum() for group in sample(sets["a"])))}
 
     monkeypatch.setattr(live_rollouts, "evaluate", evaluate)
-    source.inference.is_serving = False
+    source.inference.servers_have_memory = False
     stages = []
     source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
     assert source.evaluate() == {"eval/a/avg@3": 2.0} and stages == ["weight_sync", "evaluate"]
-    assert calls.names == ["push", "finish", "generate", "score"]
+    assert calls.names == ["push", "end_sampling", "generate", "score"]
     _, args, settings = calls[2]
     assert args == (["p0", "p1"], 3)
     assert settings.pop("on_progress")[1] == ("evaluation: sampling", 2, "prompts")
@@ -463,7 +467,7 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     }  # fmt: skip
     shaped, failed, is_last = calls[3][2]
     assert not shaped and np.isnan(failed) and is_last
-    source.scheduler.finish = calls.note("finish", SamplingStopped())
+    source.scheduler.end_sampling = calls.note("end_sampling", SamplingStopped())
     assert source.evaluate() == {}, "a signal ended it"
 
 

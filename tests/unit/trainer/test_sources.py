@@ -107,7 +107,7 @@ def test_a_run_ends_where_its_prompts_are_used_up(made):  # noqa: F811
     trainer.rollouts.is_used_up = lambda: next(left)
     assert list(trainer.steps()) == [2, 3] and trainer.num_steps == 4
     text = "data.train is used up after 4 steps of run.num_steps = 6: the run ends"
-    assert ("events.add", ("stop", 4, text), {}) in calls
+    assert trainer.recording.reason == text and trainer.meter.step == 3
     assert ("reporter.log", (text,), {}) in calls
     calls.clear()
     trainer.evaluated = 4  # it was due after that step

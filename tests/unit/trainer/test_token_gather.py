@@ -114,7 +114,7 @@ class Truth:
     def part(self, engine):
         """What a rank has of it after the update."""
         part = Part(engine, self.batch, self.samples)
-        rows = indices(engine.layout.rows(self.batch.cu_seqlens))
+        rows = indices(engine.layout.router_rows(self.batch.cu_seqlens))
         for local, layer in enumerate(engine.layout.layers):
             part.add_routes(
                 local, self.ids[layer, rows], self.margins[layer, rows], self.flips[layer, rows]

@@ -145,9 +145,8 @@ def test_a_signal_ends_sampling_and_saves_what_was_sampled(made):
         )
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch, max_staleness):
-    trainer, calls = made(rollout={"max_staleness": max_staleness})
+def test_groups_get_penalties_then_advantages_then_weights_of_teachers(made, monkeypatch):
+    trainer, calls = made()
     cfg = trainer.cfg
 
     def advantages(groups, kind, group, *, reward_weights, weight):
@@ -157,24 +156,33 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
 
     monkeypatch.setattr(module, "with_penalties", lambda groups, cfg: [*groups, "penalties"])
     monkeypatch.setattr(module, "with_advantages", advantages)
-    monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
     monkeypatch.setattr(module, "without_routes", lambda groups: [*groups, "without"])
     monkeypatch.setattr(module, "with_routes", lambda plain, groups: [*plain, *groups, "with"])
     monkeypatch.setattr(
         module, "with_teacher_weights", lambda groups, cfg, step: [*groups, f"beta of step {step}"]
     )
     groups = ["group", "without", "penalties", "advantages", "beta of step 4", "group", "with"]
-    assert trainer.make_batches(["group"], 4) == [BATCH]
+    assert trainer.add_advantages(["group"], 4) == groups
+    assert calls == [("enter", ("split", -1), {})] and spans(trainer) == [("split", "stage")]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_are_recorded_and_split_into_mini_batches(made, monkeypatch, max_staleness):
+    trainer, calls = made(rollout={"max_staleness": max_staleness})
+    monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
+    groups = ["group"] * 7
+    trainer.record(groups, 4)
+    assert trainer.make_batches(groups, 4) == [BATCH]
     settings = dict(
         seed=4, rule="rule", dp_group="dp", save_tokens="those of 7 in step 5",
         policy_version=VERSION if max_staleness else None, node="node",
     )  # fmt: skip
+    entered = ("enter", ("split", -1), {})
     assert calls == [
-        ("enter", ("split", -1), {}), ("split", (groups, cfg), settings), ("rollouts.record",
-        (groups, 4), {}),
-        ("rollouts.give_memory_to_trainer", (), {}),
+        entered, ("rollouts.record", (groups, 4), {}),
+        entered, ("split", (groups, trainer.cfg), settings),
     ]  # fmt: skip
-    assert spans(trainer) == [("split", "stage")] and trainer.meter.take_times()["time/split"] > 0
+    assert trainer.meter.take_times()["time/split"] > 0
 
 
 def test_rollouts_that_could_not_be_saved_end_a_run_that_does_nothing_else(made):
@@ -201,6 +209,7 @@ def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(ma
     batches = [BATCH, SimpleNamespace(index=2, plain="plain")]
     assert trainer.old_logprobs(batches) == [(batch, trainer.cfg.replay.mode) for batch in batches]
     assert calls.names == [
+        "rollouts.give_memory_to_trainer",
         "enter",
         "old_pass",
         "noted",
@@ -208,7 +217,7 @@ def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(ma
         "noted",
         "policy.stop_if_signalled",
     ]
-    assert calls[0][1] == ("old_logprob", -1)
+    assert calls[1][1] == ("old_logprob", -1)
     assert [args for args, _ in calls.named("old_pass")] == [(PLAIN,), ("plain",)]
     assert [args for args, _ in calls.named("noted")] == [
         (batch.index, {"train/counted": 2}) for batch in batches

@@ -410,7 +410,7 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
             most.append(sum(live.values()) + flat.nbytes)
             return []
 
-        def sent(self):
+        def release_bucket(self):
             pass
 
     pusher.transport = Transport()
@@ -437,7 +437,7 @@ def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
         loading.set_result({})
 
     pusher.transport = SimpleNamespace(
-        send=lambda *_: [loading], sent=lambda: ended.append(("sent", loading.done()))
+        send=lambda *_: [loading], release_bucket=lambda: ended.append(("sent", loading.done()))
     )
 
     def failing():

@@ -352,7 +352,7 @@ class Proof:
                 " pads"
             )
         last = max(rank for rank, has in enumerate(room) if has)
-        step = self.engine.layout.width(batch.micro_batches[0].cu_seqlens)
+        step = self.engine.layout.row_stride(batch.micro_batches[0].cu_seqlens)
         if self.parallel.rank != last:
             return None
         return FaultInjector(self.engine.manager, fault, step)
