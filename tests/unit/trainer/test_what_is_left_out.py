@@ -106,7 +106,8 @@ def training(cfg, trackers=None):
         live = SimpleNamespace(
             cfg=cfg, parallel=parallel, meter=StepMeter(), policy_version=0, leader=leader,
             scheduler=idle, prompts=SimpleNamespace(metrics=dict),
-            inference=SimpleNamespace(restarts=0, teacher_seconds=dict), restarts=0, events=Events(),
+            inference=SimpleNamespace(restarts=0, teacher_seconds=dict), restarts=0,
+            events=Events(),
         )  # fmt: skip
         live.finish_step = partial(LiveRollouts.finish_step, live)
         yield SimpleNamespace(
