@@ -69,9 +69,7 @@ class PromptStream(ABC):
         """
         if not prompts:  # as in most steps, which need no index of perhaps a million prompts
             return []
-        # by identity: two rows of a file may be equal
-        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
-        return [index[id(prompt)] for prompt in prompts]
+        return [self._index[id(prompt)] for prompt in prompts]
 
     def note(self, prompts: Sequence[Prompt], passed: np.ndarray, scored: np.ndarray) -> None:
         """Note the results of prompts that were sampled, for data.sampling = pass_rate.
@@ -80,12 +78,11 @@ class PromptStream(ABC):
         Every rank must note the same.
         """
         if self.rates is not None:
-            index = self._index
-            self.rates.note([index[id(prompt)] for prompt in prompts], passed, scored)
+            self.rates.note(self.numbers(prompts), passed, scored)
 
     @cached_property
     def _index(self) -> dict[int, int]:
-        """Number of each prompt by its identity; kept, as every step needs it."""
+        """Number of each prompt by its identity, as two rows of a file may be equal."""
         return {id(prompt): number for number, prompt in enumerate(self.prompts)}
 
     @property

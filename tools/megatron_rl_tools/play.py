@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 1 <= args.first <= len(prompts):
             raise ValueError(f"--first {args.first}: must be from 1 to {len(prompts)}, the prompts")
         # a person cannot be asked again for an episode that failed
-        patient = {"episode_timeout_seconds": DAY, "on_error": "raise"}
+        patient = {"episode_timeout_seconds": DAY, "on_error": "stop"}
         cfg = cfg.model_copy(update={"agent": cfg.agent.model_copy(update=patient)})
         runner = make_runner(cfg, tokenizer, served_model(cfg.model.path).vocab_size)
     except (ValueError, OSError) as error:

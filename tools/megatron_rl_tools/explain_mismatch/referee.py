@@ -33,8 +33,6 @@ class Opinion:
     """Expert ids, int64 [S - 1, L, K]; None for a dense model."""
     hidden: np.ndarray
     """Hidden states after the last norm, float32 [S, H]."""
-    plain: np.ndarray
-    """Log-probs of the sampled tokens at temperature 1, float32 [R]."""
 
 
 @torch.no_grad()
@@ -52,17 +50,14 @@ def ask_referee(
         tokens = torch.from_numpy(rollout.tokens).to(device)
         with expert_calls(model, calls):
             hidden = model.model(tokens[None], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden)[0, rollout.sampled - 1].float()
+        logits = model.lm_head(hidden)[0, rollout.sampled - 1].float() / temperature
         labels = tokens[rollout.sampled][:, None]
-        scaled, plain = (
-            (logits / divisor).log_softmax(-1).gather(-1, labels)[:, 0].cpu().numpy()
-            for divisor in (temperature, 1.0)
-        )
+        logprobs = logits.log_softmax(-1).gather(-1, labels)[:, 0].cpu().numpy()
         routes = None
         if calls:
             layers = [ids.view(len(tokens), -1)[:-1] for ids in calls]
             routes = torch.stack(layers, 1).cpu().numpy()
-        opinions.append(Opinion(scaled, routes, hidden[0].float().cpu().numpy(), plain))
+        opinions.append(Opinion(logprobs, routes, hidden[0].float().cpu().numpy()))
     del model
     gc.collect()
     return opinions

@@ -33,8 +33,6 @@ class Span(NamedTuple):
     """gemm, experts, attention, memory, a collective's operation, or "wait"."""
     name: str
     place: str
-    exposed: bool
-    """The rank's compute waited for it; always true of operations."""
 
 
 @dataclass
@@ -112,7 +110,7 @@ class Timeline:
         )
         now = self.clock[rank]
         self.clock[rank] = now + seconds
-        self.spans[rank].append(Span(now, now + seconds, phase, kind, name, place, True))
+        self.spans[rank].append(Span(now, now + seconds, phase, kind, name, place))
 
     def _flops_per_second(self, kind: str, dtype: str) -> float:
         rates = {"experts": self.rates.experts, "attention": self.rates.attention}
@@ -150,7 +148,7 @@ class Timeline:
         self, rank: int, start: float, end: float, phase: str, kind: str, call: Mapping[str, Any]
     ) -> None:
         name = f"{call['operation']} of {len(call['group'][1])} ranks"
-        self.spans[rank].append(Span(start, end, phase, kind, name, call["place"], True))
+        self.spans[rank].append(Span(start, end, phase, kind, name, call["place"]))
 
     def _members(self, call: Mapping[str, Any]) -> set[int]:
         ranks = call["group"][1]
