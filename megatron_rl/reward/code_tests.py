@@ -20,7 +20,7 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_rl.reward.failures import LabelError
@@ -30,6 +30,8 @@ from megatron_rl.reward.scored_response import Episode, Score
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 MOST_CODE = 100_000
 """Characters of code that are run."""
+MOST_WHY = 2_600
+"""Bytes that the reason of a failed test takes as JSON."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class CodeTests:
         if len(code) > MOST_CODE:
             return Verdict(failed, (f"longer than {MOST_CODE} characters",) * len(tests), False)
         request = json.dumps({"code": code, "setup": setup, "tests": tests}).encode()
-        outcome = self._run(request)
+        most = self.box.limits.output_bytes + MOST_WHY * len(tests)
+        outcome = self._run(request, replace(self.box.limits, output_bytes=most))
         try:
             result = json.loads(outcome.output)
         except ValueError:
@@ -89,8 +92,11 @@ class CodeTests:
         reasons = result["why"] if is_compiled else [result["compiled"]] * len(tests)
         return Verdict(tuple(result["passed"]), tuple(reasons), is_compiled)
 
-    def _run(self, request: bytes) -> Outcome:
-        """Run both programs, and return what judge.py wrote."""
+    def _run(self, request: bytes, limits: Limits) -> Outcome:
+        """Run both programs, and return what judge.py wrote.
+
+        limits: of the reading.
+        """
         to_code, from_tests = os.pipe()
         to_tests, from_code = os.pipe()
         processes: list[subprocess.Popen[bytes]] = []
@@ -107,7 +113,7 @@ class CodeTests:
             # else a program whose other end has died would wait for ever
             for number in (to_code, from_tests, to_tests, from_code):
                 os.close(number)
-            return exchange(processes[1], request, self.box.limits)
+            return exchange(processes[1], request, limits)
         finally:
             for process in processes:
                 end(process)

@@ -13,7 +13,8 @@ walls, and refuses by name a mechanism whose walls do not hold.
   and none of the trainer's files |
 | environment | empty but for PATH, LANG and HOME |
 | other processes | a process namespace; all processes end with the first |
-| privileges | an unprivileged user, none of the rights of root, no set-user-id programs |
+| privileges | an unprivileged user, none of the rights of root, no set-user-id programs; system
+  calls that would undo other walls fail (programs/system_calls.py) |
 | memory, processes, files, CPU time | rlimits; bytes of /box by its size |
 | wall time, output | the caller kills it |
 """
@@ -114,7 +115,9 @@ class Box:
         """commands: names of commands of this machine that the programs see in /usr/bin."""
         self.mechanism, self.limits, self.commands = mechanism, limits or Limits(), commands
 
-    def command(self, program: Sequence[str], keep: Sequence[int] = ()) -> list[str]:
+    def command(
+        self, program: Sequence[str], keep: Sequence[int] = (), *, is_first: bool = False
+    ) -> list[str]:
         """Return the command that starts `program`, arguments of Python, within the walls."""
         inner = {
             "program": [PYTHON, *FLAGS, *program],
@@ -122,6 +125,7 @@ class Box:
             "limits": self.limits.rlimits(),
             "keep": list(keep),
             "user": user_of(time.monotonic_ns() // 1000 ^ os.getpid()),
+            "is_first": is_first,
         }
         if self.mechanism == "bubblewrap":
             return [*bubblewrap(self.limits, self.commands), *module("inside"), json.dumps(inner)]
@@ -143,13 +147,16 @@ class Box:
         stdout: int | IO[bytes],
         stderr: int = subprocess.DEVNULL,
         keep: Sequence[int] = (),
+        is_first: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start `program`, arguments of Python.  `end` must be called with the process.
 
         keep: further descriptors that the program gets, by their numbers here.
+        is_first: it may be process 1 of its namespace, which no signal from there kills: it runs
+        code of others in processes of their own alone.
         """
         return subprocess.Popen(
-            self.command(program, keep),
+            self.command(program, keep, is_first=is_first),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
@@ -160,9 +167,9 @@ class Box:
     def run(self, source: str, stdin: bytes = b"") -> Outcome:
         """Run Python source in /box, and return what it wrote to standard output and its end.
 
-        The source may be 100 kB long.
+        The source may be 100 kB long, as JSON writes it.
         """
-        if len(source.encode()) > MOST_ARGUMENT_BYTES:
+        if len(json.dumps(source)) > MOST_ARGUMENT_BYTES:
             return Outcome(b"", 1, is_too_long=True)
         return self.run_program(["-c", source], stdin)
 

@@ -14,6 +14,7 @@ It imports the standard library alone, so that a program of another Python envir
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import subprocess
@@ -26,7 +27,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
 
-from megatron_rl.reward.sandbox.box import Box, Limits, end, find_box, module
+from megatron_rl.reward.sandbox.box import Box, Limits, SandboxError, end, find_box, module
+
+logger = logging.getLogger(__name__)
 
 LIMITS = Limits(seconds=3600.0, processes=16)
 """Limits of a workspace: `seconds` are of the CPU, for each process."""
@@ -38,10 +41,18 @@ COMMANDS = (
     "touch", "tr", "true", "uniq", "wc", "xargs", "yes",
 )  # fmt: skip
 """Commands of this machine that the shell has, beside Python without packages."""
+START_SECONDS = 120.0
+"""The limit for a start, on a busy machine."""
 ANSWER_SECONDS = 15.0
 """The limit for an answer, above the seconds of a command, on a busy machine."""
 MOST_ANSWER = 8 * 2**20
 """Bytes of an answer."""
+
+
+OF_A_COMMAND: dict[str, type] = {
+    "head": str, "tail": str, "left_out": int, "status": int, "is_late": bool, "is_too_long": bool,
+}  # fmt: skip
+"""Field of a command's answer -> its type."""
 
 
 class WorkspaceError(Exception):
@@ -88,8 +99,9 @@ class Workspace:
         """files: the first files, by path.  seconds, output_bytes: limits of a command; of a longer
         output the middle is left out.  box: default find_box(LIMITS, commands=COMMANDS).
 
-        It starts with its first call.  Raises SandboxError where no sandbox works on this machine,
-        ValueError for a path of `files` that leads out of the directory.
+        It starts with its first call, which raises SandboxError where it does not start, and
+        ValueError where the files cannot be written.  Raises SandboxError where no sandbox works on
+        this machine, ValueError for a path of `files` that leads out of the directory.
         """
         for path in files or {}:
             if os.path.isabs(path) or os.path.normpath(path).split("/")[0] in ("..", "."):
@@ -206,41 +218,53 @@ class Workspace:
     def run(self, command: str) -> Ended:
         """Run a command.  Raises WorkspaceError where it cannot be started."""
         request = {"run": command, "seconds": self.seconds, "kept": self.output_bytes}
-        return Ended(**self._ask(request, Ended.__annotations__, self.seconds))
+        return Ended(**self._ask(request, OF_A_COMMAND, self.seconds))
 
     def read(self, path: str) -> str:
         """Return the text of a file; bytes that are no UTF-8 are surrogates.
 
         Raises WorkspaceError for a path that is no file of the directory.
         """
-        text: str = self._ask({"read": path}, ("text",))["text"]
+        text: str = self._ask({"read": path}, {"text": str})["text"]
         return text
 
     def write(self, path: str, text: str) -> None:
         """Write a file, and the folders above it.  Raises WorkspaceError where that fails."""
-        self._ask({"write": path, "text": text}, ())
+        self._ask({"write": {path: text}}, {})
 
     def _ask(
-        self, request: Mapping[str, object], names: Any, seconds: float = 0.0
+        self, request: Mapping[str, object], fields: Mapping[str, type], seconds: float = 0.0
     ) -> dict[str, Any]:
-        """Return the fields `names` of the answer.  Raises WorkspaceError."""
+        """Return these fields of the answer, which have these types.  Raises WorkspaceError."""
         with self._lock:
             if self._process is None and not self._lost:
-                self._process = start(self.box)
-                # also where it is not closed
-                self._end = weakref.finalize(self, end, self._process)
-                for path, text in self.files.items():
-                    self._exchange({"write": path, "text": text}, 0.0)
-            answer = self._exchange(request, seconds)
-            if any(name not in answer for name in names):
+                self._start()
+            answer = self._exchange(request, seconds + ANSWER_SECONDS)
+            if any(type(answer.get(name)) is not kind for name, kind in fields.items()):
                 self._lose("its answer is none")
-        return {name: answer[name] for name in names}
+        return {name: answer[name] for name in fields}
+
+    def _start(self) -> None:
+        """Start it with its first files.  What goes wrong is not the model's fault, which no tool
+        may tell it.
+        """
+        self._process = start(self.box)
+        # also where it is not closed
+        self._end = weakref.finalize(self, end, self._process)
+        try:
+            self._exchange({"write": self.files}, START_SECONDS)
+        except WorkspaceError as error:
+            if self._lost:
+                raise SandboxError(f"a workspace did not start: {error}") from None
+            self._end()
+            self._lost = f"its first files could not be written: {error}"
+            raise ValueError(f"files of a workspace: {error}") from None
 
     def _exchange(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         if self._lost:
             raise WorkspaceError(self._lost)
         assert self._process is not None
-        deadline = time.monotonic() + seconds + ANSWER_SECONDS
+        deadline = time.monotonic() + seconds
         try:
             line = exchange_line(self._process, json.dumps(request).encode() + b"\n", deadline)
             answer = json.loads(line)
@@ -255,7 +279,9 @@ class Workspace:
     def _lose(self, why: str) -> NoReturn:
         """End the workspace, which a command may have destroyed."""
         self._end()
-        self._lost = self._lost or f"the workspace has ended: {why}"
+        if not self._lost:
+            self._lost = f"the workspace has ended: {why}"
+            logger.warning("%s; the model reads this as the answer of its tools", self._lost)
         raise WorkspaceError(self._lost)
 
 
@@ -303,7 +329,8 @@ def start(box: Box) -> subprocess.Popen[bytes]:
     From a thread that stays: the kernel ends the program with the thread that started it, and a
     tool is called in a thread of its own.
     """
-    program = partial(box.start, module("workspace"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    program = partial(box.start, module("workspace"), **pipes, is_first=True)
     return starter(os.getpid()).submit(program).result()
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, validate_call
@@ -116,9 +117,20 @@ class Tools:
         return answer if isinstance(answer, str) else to_json(answer).decode(), False
 
 
-@functools.lru_cache(maxsize=256)  # every turn of every episode names the same functions
 def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]:
     """Return the schema of a function, and the function with checked arguments."""
+    if not inspect.ismethod(function):
+        return described_function(function, is_method=False)
+    # the object is left out of what is kept: it ends with its episode
+    schema, checked = described_function(function.__func__, is_method=True)
+    return schema, functools.partial(checked, function.__self__)
+
+
+@functools.lru_cache(maxsize=256)  # every turn of every episode names the same functions
+def described_function(
+    function: Callable[..., Any], *, is_method: bool
+) -> tuple[Schema, Callable[..., Any]]:
+    """Do what `described` does; a method is described without its first argument, and needs it."""
     # transformers takes a second to import, and the process of an environment may need no schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -128,7 +140,7 @@ def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]
 
     name = getattr(function, "__name__", repr(function))
     try:
-        schema = get_json_schema(function)
+        schema = get_json_schema(MethodType(function, object()) if is_method else function)
         # formats would write it into the prompt, and models were trained without it
         schema["function"].pop("return", None)
         return schema, validate_call(function)

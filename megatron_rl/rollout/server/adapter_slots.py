@@ -53,7 +53,7 @@ def slot_problems(info: ServerInfo, cfg: Config) -> Iterator[str]:
     for name, least in (
         ("max_lora_rank", cfg.lora.rank),
         ("max_loras_per_batch", num_slots),
-        ("max_loaded_loras", num_slots),
+        ("max_loaded_loras", num_slots + 1),  # a sync loads before it unloads
     ):
         value = getattr(slots, name)
         if value is not None and value < least:

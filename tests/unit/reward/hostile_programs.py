@@ -258,3 +258,40 @@ os.kill(0, signal.SIGKILL)
 """
 
 KILLS_ALL = "import os\nos.kill(-1, 9)\nprint('end')"
+
+OUTLIVES = """
+# {marker}
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0, 0, 0, 0)  # no signal when the parent dies
+libc.unshare(0x10000000)  # new rights forget that signal, too
+libc.ptrace(16, 1, 0, 0)  # process 1
+libc.ptrace(16, os.getppid(), 0, 0)
+os.setsid() if os.getpid() != os.getsid(0) else None
+print("asleep", flush=True)
+time.sleep(3600)
+"""
+
+SYSTEM_CALLS = """
+import ctypes, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+calls = dict(
+    prctl=lambda: libc.prctl(1, 0, 0, 0, 0),
+    ptrace=lambda: libc.ptrace(0, 0, 0, 0),  # by the parent
+    shmget=lambda: libc.shmget(0, 4096, 0o600),
+    semget=lambda: libc.semget(0, 1, 0o600),
+    msgget=lambda: libc.msgget(0, 0o600),
+    memfd=lambda: libc.memfd_create(b"x", 0),
+    unshare=lambda: libc.unshare(0x10000000),
+    clone=lambda: libc.syscall(SYS_clone, 0x10000000 | 17, None, None, None, None),
+    read_other=lambda: libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0),
+    steal=lambda: libc.syscall(438, os.pidfd_open(os.getpid()), 0, 0),
+)
+SYS_clone = dict(x86_64=56, aarch64=220)[os.uname().machine]
+made = []
+for name, call in calls.items():
+    ctypes.set_errno(0)
+    if call() >= 0 or ctypes.get_errno() != 1:
+        made.append(name)
+print(json.dumps(made))
+"""

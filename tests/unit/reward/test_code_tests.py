@@ -143,6 +143,14 @@ def test_a_module_of_the_tests_is_not_that_of_the_code(code_tests):
     assert verdict.passed == (False,) and verdict.why[0].startswith("wrong")
 
 
+def test_long_reasons_of_many_tests_arrive(code_tests):
+    """Half of 120 tests pass; the others have reasons that JSON writes in 2,400 bytes each."""
+    code = "def f(x):\n    if x % 2: raise ValueError('\\U0001f600' * 300)\n    return x"
+    verdict = code_tests.judge(code, [f"assert f({number}) == {number}" for number in range(120)])
+    assert verdict.passed == (True, False) * 60 and not verdict.is_right
+    assert verdict.why[1].startswith("ValueError: \U0001f600")
+
+
 @pytest.mark.parametrize("code", ["while True: pass", "def add(a, b):\n    while True: pass"])
 def test_code_that_does_not_end_is_stopped(code):
     try:

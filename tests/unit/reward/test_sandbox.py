@@ -4,6 +4,7 @@ machine.
 To test bubblewrap where it is not installed, put a `bwrap` of the distribution's package on PATH.
 """
 
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from megatron_rl.config import RewardConfig
 from megatron_rl.reward.pool import RewardError, RewardPool
 from megatron_rl.reward.sandbox import box as module
 from megatron_rl.reward.sandbox.box import Box, Limits, SandboxError, end, find_box, problem_of
-from megatron_rl.reward.sandbox.programs import kernel
+from megatron_rl.reward.sandbox.programs import kernel, system_calls
 from megatron_rl.rollout.server.ports import free_port
 from tests.fake_server import wait_for
 from tests.unit.reward import hostile_programs as hostile
@@ -149,7 +150,47 @@ def own_address():
             return "192.0.2.2"
 
 
-@pytest.mark.parametrize("name", ["FORK_BOMB", "LOOP", "SLEEP", "DEAF", "CLOSED"])
+def test_system_calls_that_undo_walls_fail(mechanism):
+    program = hostile.SYSTEM_CALLS
+    assert Box(mechanism, LONG).run(program).output == b"[]\n"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_of_system_calls_is_that_of_its_table(machine):
+    """Run by an interpreter of the kernel's BPF, for every number and the arguments that matter."""
+    names = (*system_calls.NAMES, *system_calls.OTHERS)
+    numbers = dict(zip(names, system_calls.NUMBERS[machine], strict=True))
+    program = system_calls.filter_for(machine)
+
+    def answer(number, argument=0, arch=system_calls.AUDIT_ARCH[machine]):
+        values, place, loaded = {0: number, 4: arch, 16: argument}, 0, 0
+        while True:
+            code, if_true, if_false, operand = program[place]
+            place += 1
+            if code == system_calls.RETURN:
+                return operand
+            if code == system_calls.LOAD:
+                loaded = values[operand]
+                continue
+            is_true = {
+                system_calls.EQUAL: loaded == operand, system_calls.ANY_BIT: loaded & operand,
+                system_calls.AT_LEAST: loaded >= operand,
+            }[code]  # fmt: skip
+            place += if_true if is_true else if_false
+
+    denied, allowed = system_calls.FAIL | errno.EPERM, system_calls.ALLOW
+    expected = dict.fromkeys(range(600), allowed)
+    expected |= {numbers[name]: denied for name in system_calls.NAMES}
+    expected[numbers["clone3"]] = system_calls.FAIL | errno.ENOSYS
+    assert {number: answer(number) for number in expected} == expected
+    assert answer(numbers["clone"], 0x01200011) == answer(numbers["clone"], 0x3D0F00) == allowed
+    for flag in (17, 25, 26, 27, 28, 29, 30):
+        assert answer(numbers["clone"], 17 | 1 << flag) == denied
+    assert answer(numbers["prctl"], 1) == denied and answer(numbers["prctl"], 4) == allowed
+    assert answer(39 | 1 << 30) == answer(39, arch=0x40000003) == denied, "another ABI"
+
+
+@pytest.mark.parametrize("name", ["FORK_BOMB", "LOOP", "SLEEP", "DEAF", "CLOSED", "OUTLIVES"])
 def test_a_program_without_an_end_is_killed_with_all_its_processes(mechanism, outside, name):
     started = time.monotonic()
     outcome = run(mechanism, getattr(hostile, name), SHORT, **outside)
@@ -189,7 +230,8 @@ def test_memory_files_and_output_are_limited(mechanism, outside):
     assert outcome.seconds < LONG.seconds / 2
     assert_gone(outside["marker"])
     # a program that is too long for a command
-    assert Box(mechanism, LONG).run("#" * 200_000).is_too_long
+    for text in ("#" * 200_000, "é" * 20_000):
+        assert Box(mechanism, LONG).run(f"# {text}").is_too_long
 
 
 @pytest.mark.parametrize("name", ["DAEMON", "LOUD_DAEMON"])
@@ -213,7 +255,7 @@ def test_signals_reach_nobody_outside(mechanism, outside, name):
 
 def test_a_program_dies_with_whoever_started_it(mechanism, outside):
     """As a reward worker does: it is killed after reward.timeout_seconds."""
-    source = hostile.SLEEP.format(**outside)
+    source = hostile.OUTLIVES.format(**outside)
     code = (
         "import sys; from megatron_rl.reward.sandbox.box import Box, Limits;"
         f"Box({mechanism!r}, Limits(seconds=60)).run(sys.argv[1])"
@@ -255,10 +297,13 @@ def test_a_wall_that_does_not_hold_is_found(monkeypatch):
     monkeypatch.setattr(
         Box,
         "command",
-        lambda self, program, keep=(): [os.sys.executable, *program],
+        lambda self, program, keep=(), **_: [os.sys.executable, *program],
     )
     reason = problem_of.__wrapped__("unshare")
-    expected = ["/etc/passwd can be seen", "the loopback of the machine is there", "processes run"]
+    expected = [
+        "/etc/passwd can be seen", "the loopback of the machine is there", "processes run",
+        "may live longer than its caller", "shared memory that no limit",
+    ]  # fmt: skip
     assert all(text in reason for text in expected), reason
     if os.getuid() == 0:
         assert "programs run as root" in reason

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import secrets
 import subprocess
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from megatron_rl.reward.sandbox.box import find_box, problem_of
+from megatron_rl.reward.sandbox.box import SandboxError, find_box, problem_of
 from megatron_rl.reward.sandbox.programs import workspace as program
 from megatron_rl.reward.sandbox.workspace import COMMANDS, LIMITS, Workspace, WorkspaceError
 from megatron_rl.rollout.agents.chat import ToolCall
@@ -83,6 +84,69 @@ def test_an_editor_shows_creates_and_replaces(workspace):
 def test_first_files_are_within_the_directory(path):
     with pytest.raises(ValueError, match="must be one within the directory"):
         Workspace({path: "x"})
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({f"src/{number}": "x" for number in range(1200)}, "no space left on device"),
+        ({"a": "x" * (17 << 20), "b": "y"}, "no space left on device|file too large"),
+        ({"a": "1", "a/b": "2", "c": "3"}, "not a directory|file exists"),
+    ],
+)
+def test_first_files_that_cannot_be_written_are_an_error_of_the_environment(box, files, why):
+    """The model reads nothing of it, and no command sees a part of the files."""
+    if len(files) > 1000 and box.mechanism == "bubblewrap":
+        pytest.skip("its directory has no limit of files")
+    with Workspace(files, box=box) as workspace:
+        with pytest.raises(ValueError, match=f"files of a workspace: ({why})"):
+            workspace.shell("ls")
+        assert workspace.shell("ls").startswith("error: its first files could not be written")
+
+
+def test_a_workspace_that_does_not_start_is_no_answer_to_the_model(box, monkeypatch):
+    monkeypatch.setattr("megatron_rl.reward.sandbox.workspace.START_SECONDS", 0.0)
+    with Workspace({"a": "x"}, box=box) as workspace:
+        with pytest.raises(SandboxError, match="a workspace did not start: .*no answer in time"):
+            workspace.shell("true")
+
+
+def test_a_command_cannot_answer_in_the_place_of_the_program(workspace):
+    """Nor read its memory: it holds the pipe to the trainer."""
+    forge = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+for pid in {1, os.getppid()}:
+    print(libc.ptrace(16, pid, 0, 0), libc.syscall(438, os.pidfd_open(pid), 1, 0))
+"""
+    workspace.create("forge.py", forge)
+    lines = set(workspace.shell("python3 forge.py; true").splitlines())
+    assert lines == {"-1 -1"}
+    assert workspace.shell("echo on") == "on\n"
+
+
+def test_an_edit_that_fails_leaves_the_file(workspace):
+    workspace.shell("printf old > f; chmod 755 f; head -c 15000000 /dev/zero > big; cp f g")
+    for name in ("f", "new"):
+        assert workspace.create(name, "x" * 2**21) == "error: no space left on device"
+    assert workspace.read("f") == "old" and workspace.shell("ls") == "a\nbig\nf\ng\n"
+    assert workspace.create("f", "\ud83d") != "wrote f" and workspace.read("f") == "old"
+    # an edit keeps who may run the file
+    assert workspace.shell("rm big; stat -c %a f") == "755\n"
+    assert workspace.create("f", "new") == "wrote f" and "755" in workspace.shell("stat -c %a f")
+
+
+def test_output_without_a_gap_is_text_without_a_gap(box):
+    with short(box) as workspace:
+        command = "python3 -c \"print('a' + 'é' * 400, end='')\""
+        assert workspace.shell(command) == "a" + "é" * 400
+
+
+def test_what_runs_on_in_the_background_does_not_hold_up_a_command(box):
+    with short(box, seconds=20.0) as workspace:
+        started = time.monotonic()
+        assert workspace.run("yes & echo on").is_late is False
+        assert time.monotonic() - started < 15
 
 
 def test_bytes_that_are_no_text_survive_an_edit(workspace):
@@ -188,13 +252,16 @@ def test_a_command_that_ends_the_workspace_is_told(workspace):
 
 
 def test_answers_that_a_command_has_forged_are_no_danger(box, monkeypatch):
-    for answer in ("1", "{}", '{"status": 0', "[" * 10_000, "x" * 100):
-        monkeypatch.setattr(
-            "megatron_rl.reward.sandbox.workspace.exchange_line",
-            lambda *_, text=answer: text.encode(),
-        )
+    forged = {"head": 5, "tail": "", "left_out": 0, "status": 0, "is_late": 0, "is_too_long": 0}
+    for answer in ("1", "{}", '{"status": 0', "[" * 10_000, "x" * 100, json.dumps(forged)):
         with Workspace(box=box) as workspace:
+            workspace.shell("true")
+            monkeypatch.setattr(
+                "megatron_rl.reward.sandbox.workspace.exchange_line",
+                lambda *_, text=answer: text.encode(),
+            )
             assert workspace.shell("true").startswith("error: the workspace has ended: ")
+        monkeypatch.undo()
 
 
 def test_nothing_stays_of_a_workspace(box):

@@ -3,7 +3,10 @@ examples/agents.
 """
 
 import asyncio
+import gc
 import json
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +229,43 @@ def test_known_texts_are_encoded_as_the_tokenizer_encodes_them(qwen):
     for text, named in (("a", places), ("a", {}), ("a" * 99, places), (["a", "b"], places)):
         for _ in range(2):
             assert dict(known(text, **named)) == dict(qwen(text, **named))
+
+
+class Counter:
+    def __init__(self, start):
+        self.value = start
+
+    def add(self, more: int) -> int:
+        """Add to the counter.
+
+        Args:
+            more: what to add
+        """
+        self.value += more
+        return self.value
+
+    async def read(self) -> int:
+        """Read the counter."""
+        return self.value
+
+
+def test_methods_are_tools_of_their_object_which_ends_with_its_last_use():
+    counters = [Counter(1), Counter(10)]
+    tools = [Tools([counter.add, counter.read]) for counter in counters]
+    parameters = tools[0].schemas[0]["function"]["parameters"]
+    assert parameters["required"] == ["more"] and list(parameters["properties"]) == ["more"]
+    add, read = (
+        ToolCall("id", name, arguments, "")
+        for name, arguments in (("add", {"more": "2"}), ("read", {}))
+    )
+    assert [asyncio.run(tool.answer(add)) for tool in tools] == [("3", False), ("12", False)]
+    assert asyncio.run(tools[1].answer(read)) == ("12", False)
+    wrong = replace(add, arguments={"more": "x"})
+    assert "arguments of add: more: " in asyncio.run(tools[0].answer(wrong))[0]
+    gone = weakref.ref(counters[0])
+    del counters, tools
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("function", [{"name": ""}, {"name": 5}, {}, "multiply"])

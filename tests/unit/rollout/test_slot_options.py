@@ -44,7 +44,7 @@ def test_a_server_has_a_slot_for_each_version_that_requests_may_name():
         (AdapterSlots(), "enable_lora is off"),
         (SLOTS._replace(max_lora_rank=4), "max_lora_rank = 4: must be at least 8"),
         (SLOTS._replace(max_loras_per_batch=3), "max_loras_per_batch = 3: must be at least 4"),
-        (SLOTS._replace(max_loaded_loras=3), "max_loaded_loras = 3: must be at least 4"),
+        (SLOTS._replace(max_loaded_loras=4), "max_loaded_loras = 4: must be at least 5"),
         (SLOTS._replace(lora_target_modules=["q_proj"]), r"lora_target_modules = \['q_proj'\]"),
         (SLOTS._replace(lora_target_modules=["all"]), "must be .'q_proj', 'k_proj'"),
     ],

@@ -15,7 +15,7 @@ DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR = 442  # on every machine
-SET_PARENT_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES = 1, 38
+SET_PARENT_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVILEGES = 1, 4, 38
 KILL = 9
 
 
@@ -61,6 +61,13 @@ def pivot_root(new: str, old: str) -> None:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent dies; a change of users forgets it."""
     checked(LIBC.prctl(SET_PARENT_DEATH_SIGNAL, KILL, 0, 0, 0), "prctl")
+
+
+def forbid_changes() -> None:
+    """Let no other process of this user read or change this one (ptrace, pidfd_getfd); a program
+    that it starts may be.
+    """
+    checked(LIBC.prctl(SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def forbid_new_privileges() -> None:

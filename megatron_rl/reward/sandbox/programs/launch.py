@@ -5,8 +5,10 @@
                       "box_bytes", "parent": the caller's process
 
 Namespaces: users (unless it is root, which becomes another user), mounts, processes, network, IPC,
-host name.  The program is process 1 of its namespace, so that all others end with it.  It sees a
-root of its own: "binds", read-only and with the folders "hidden" empty, and an empty folder /box.
+host name.  Process 1 of its namespace is this file's, which the program cannot change: the kernel
+ends it with the caller, and all others with it.  With "is_first" the program itself is process 1:
+one that runs no code of others.  It sees a root of its own: "binds", read-only and with the folders
+"hidden" empty, and an empty folder /box.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def bind(source: str, target: str) -> None:
 
 
 def run(spec: dict) -> int:
-    """Run the program; return its exit status, or 128 + the signal that killed it."""
+    """Run the program; return its exit status, or 256 - the signal that killed it."""
     kernel.die_with_parent()
     if os.getppid() != spec["parent"]:  # it died before
         return 1
@@ -106,15 +108,36 @@ def run(spec: dict) -> int:
     if child == 0:
         os.close(write_end)
         try:
-            inside.start(spec, read_end)
+            if spec["is_first"]:
+                inside.start(spec, read_end)
+            elif inside.follow_parent(read_end):
+                be_first(spec)
         except BaseException as error:
             print(f"sandbox: {type(error).__name__}: {error}", file=sys.stderr)
         os._exit(LAUNCH_FAILED)
     os.close(read_end)
+    return status_of(child, spec)
+
+
+def be_first(spec: dict) -> None:
+    """Be process 1 of the namespace: start the program, and end with it, and so end all others."""
+    kernel.forbid_changes()
+    if os.geteuid() != 0:  # this process has the program's user, and is counted
+        spec["limits"]["NPROC"] += 1
+    program = os.fork()
+    if program == 0:
+        inside.start(spec)
+    os._exit(status_of(program, spec))
+
+
+def status_of(child: int, spec: dict) -> int:
+    """Wait for a child; return its exit status, or 256 - the signal that killed it."""
     for number in (0, 1, *spec["keep"]):  # else a reader would wait for this process
         os.close(number)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) % 256
+    while True:
+        ended, status = os.wait()  # process 1 gets all orphans of its namespace
+        if ended == child:
+            return os.waitstatus_to_exitcode(status) % 256
 
 
 LAUNCH_FAILED = 97

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from megatron_rl.reward.sandbox.programs.kernel import LIBC, NEW_USERS, SET_PARENT_DEATH_SIGNAL
+
 
 def broken_walls(processes: int, port: int) -> Iterator[str]:
     """Yield the walls that do not hold, in words."""
@@ -45,6 +47,13 @@ def broken_walls(processes: int, port: int) -> Iterator[str]:
         yield "1 GiB can be used under a limit of 256 MiB"
     except MemoryError:
         pass
+    if LIBC.prctl(SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0) == 0:
+        yield "a program may live longer than its caller"
+    if (number := LIBC.shmget(0, 4096, 0o600)) >= 0:
+        LIBC.shmctl(number, 0, None)  # IPC_RMID
+        yield "shared memory that no limit counts can be made"
+    if LIBC.unshare(NEW_USERS) == 0:
+        yield "a user namespace can be made"
 
 
 def forks(most: int) -> int:

@@ -4,9 +4,8 @@ Messages, one JSON line each, over standard input and output:
     {"run": command, "seconds": limit, "kept": bytes}
         -> {"head", "tail", "left_out", "status", "is_late", "is_too_long"}
     {"read": path}                  -> {"text"}
-    {"write": path, "text": text}   -> {}
-An answer may be {"error": text} instead.  All processes of a command end with it.  Nothing here
-must be trusted by the reader: a command may change all of it.
+    {"write": {path: text, ...}}    -> {}
+An answer may be {"error": text} instead.  All processes of a command end with it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ import sys
 import time
 from typing import Any
 
+from megatron_rl.reward.sandbox.programs.kernel import forbid_changes
+
 FOLDER = "/box"
 SHELL = ("/usr/bin/bash", "/usr/bin/sh")
 MOST_OUTPUT = 16 * 2**20
@@ -36,6 +37,7 @@ class Refused(Exception):
 
 def serve() -> None:
     """Answer messages until their end."""
+    forbid_changes()  # a command could answer in its place
     os.chdir(FOLDER)
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PWD": FOLDER}
     for line in sys.stdin.buffer:
@@ -56,13 +58,29 @@ def answer_to(message: dict[str, Any]) -> dict[str, Any]:
         return run(message["run"], message["seconds"], message["kept"])
     if "read" in message:
         return {"text": read(inside(message["read"]))}
-    path = inside(message["write"])
+    for path, text in message["write"].items():
+        write(inside(path), text.encode(errors="surrogateescape"))
+    return {}
+
+
+def write(path: str, content: bytes) -> None:
+    """Write a file, and the folders above it; where that fails, a file that is there stays."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    mode = None
     if os.path.exists(path):
         check_file(path)
-    with open(path, "w", errors="surrogateescape", newline="") as file:
-        file.write(message["text"])
-    return {}
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    new = f"{path}.{os.getpid()}~"
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+        if mode is not None:
+            os.chmod(new, mode)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(new)
+        raise
 
 
 def inside(path: str) -> str:
@@ -103,10 +121,13 @@ def run(command: str, seconds: float, kept: int) -> dict[str, Any]:
         is_late = not output.read(process, time.monotonic() + seconds)
     finally:
         end_all(process)
+    left_out = output.count - len(output.head) - len(output.tail)
+    parts = (output.head, output.tail) if left_out else (output.head + output.tail, b"")
+    head, tail = (part.decode(errors="replace") for part in parts)
     return {
-        "head": output.head.decode(errors="replace"),
-        "tail": output.tail.decode(errors="replace"),
-        "left_out": output.count - len(output.head) - len(output.tail),
+        "head": head,
+        "tail": tail,
+        "left_out": left_out,
         "status": process.returncode,
         "is_late": is_late,
         "is_too_long": output.count > MOST_OUTPUT,
@@ -139,7 +160,7 @@ class Output:
                         self.add(chunk := os.read(pipe.fileno(), 65_536))
                         if not chunk:  # the shell may have closed its output, and run on
                             selector.unregister(pipe)
-                    elif ended in files:
+                    if ended in files:  # what it wrote fits in one read, as the pipe holds no more
                         break
                     if time.monotonic() > deadline:
                         return False
@@ -151,7 +172,8 @@ class Output:
         self.count += len(chunk)
         room = self.half - len(self.head)
         self.head += chunk[:room] if room > 0 else b""
-        self.tail = (self.tail + (chunk[room:] if room > 0 else chunk))[-self.half :]
+        tail = self.tail + (chunk[room:] if room > 0 else chunk)
+        self.tail = tail[-self.half :] if self.half else b""
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
