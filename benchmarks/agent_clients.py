@@ -64,7 +64,7 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
         def check() -> None:
             rollouts = [rollout for group in filled for rollout in group.rollout_group().rollouts]
             assert len(rollouts) == count
-            assert all(rollout.num_turns == TURNS for rollout in rollouts)
+            assert all(rollout.num_spans == TURNS for rollout in rollouts)
             assert all(rollout.response_length == TURNS * ANSWER_TOKENS for rollout in rollouts)
 
         return check

@@ -210,7 +210,7 @@ def lines_of_set(name: str, group: RolloutGroup) -> list[dict[str, object]]:
             "label": group.prompt.label,
             "prompt": group.prompt.text,
             "response": rollout.response_text,
-            "num_turns": rollout.num_turns,
+            "num_turns": rollout.num_spans,
             "reward_metrics": dict(rollout.reward_metrics),
         }
         for rollout, reward in zip(group.rollouts, rewards, strict=True)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.loss.sequences import sum_over_group
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # the range of int64
 
@@ -130,11 +131,3 @@ def ordered_bits(values: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     bits = values.view(torch.int64)
     # the bits of negative floats ascend as the values descend: invert all but the sign
     return torch.where(bits < 0, bits ^ HIGHEST, bits)
-
-
-def sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and group.size() > 1:
-        # all_reduce works in place, and callers keep their values
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-    return values

@@ -15,10 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.loss.covariance import sum_over_group
 from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.ratios import at_least_float32, finite_tokens, importance_weight
-from megatron_rl.loss.sequences import Sequences
+from megatron_rl.loss.sequences import Sequences, sum_over_group
 
 
 def kept_tokens(

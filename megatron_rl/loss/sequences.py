@@ -50,8 +50,7 @@ class Sequences:
         slots = torch.where(self.ids < 0, self.count, self.ids)
         sums = torch.zeros(self.count + 1, dtype=torch.float64, device=values.device)
         sums.index_add_(0, slots, values.detach().double())
-        if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(sums, group=self.group)
+        sums = sum_over_group(sums, self.group)
         sums[self.count] = 0.0
         return sums[slots].to(values.dtype)
 
@@ -61,3 +60,12 @@ class Sequences:
         """
         total = self.sum(torch.where(mask, values, 0.0))
         return total / self.sum(mask.to(values.dtype)).clamp(min=1)
+
+
+def sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of `values` over the ranks of `group`; None: of this rank alone."""
+    if group is not None and group.size() > 1:
+        # all_reduce works in place, and callers keep their values
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+    return values

@@ -204,7 +204,7 @@ class Rollout:
         return list(zip(bounds[::2], bounds[1::2], strict=True))
 
     @property
-    def turn_ends(self) -> tuple[FinishReason, ...]:
+    def span_finish_reasons(self) -> tuple[FinishReason, ...]:
         """Finish reason of the last turn in each span of `turn_spans`; () without an episode."""
         ends, reasons = [end for _, end in self.turn_spans], dict(self.episode.turns)
         return tuple(reasons[end] for end in ends) if reasons.keys() >= set(ends) else ()
@@ -216,7 +216,7 @@ class Rollout:
         Turns without an observation between them are added: they share a span.
         """
         turns, seconds = self.episode.turns, self.episode.turn_seconds
-        if not self.turn_ends or len(seconds) != len(turns):
+        if not self.span_finish_reasons or len(seconds) != len(turns):
             return []
         return [
             np.sum([s for (at, _), s in zip(turns, seconds, strict=True) if start < at <= end], 0)
@@ -226,7 +226,7 @@ class Rollout:
         ]
 
     @property
-    def num_turns(self) -> int:
+    def num_spans(self) -> int:
         """Number of spans of sampled tokens."""
         return 1 + len(self.environment)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.replay.router_shift import sum_over_stages
+from megatron_rl.replay.stage_sums import sum_over_stages
 
 ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
 """An observer of one comparison: (index of this stage's layer, micro-batch, live ids [t, K],

@@ -100,10 +100,13 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
 
 def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeTurn]:
     """Yield the turns of one sequence, each with the environment's answer to it."""
-    spans, count = rollout.turn_spans, rollout.num_turns
+    spans, count = rollout.turn_spans, rollout.num_spans
     parts = [rollout.tokens[start:end] for start, end in (*spans, *rollout.environment)]
     texts = tokenizer.batch_decode(parts, skip_special_tokens=True)
-    ends: Sequence[str] = rollout.turn_ends or [*[""] * (count - 1), rollout.finish_reason]
+    ends: Sequence[str] = rollout.span_finish_reasons or [
+        *[""] * (count - 1),
+        rollout.finish_reason,
+    ]
     rewards = rollout.episode.turn_rewards or (0.0,) * count
     for (start, end), text, observation, reason, reward in zip(
         spans, texts[:count], (*texts[count:], ""), ends, rewards, strict=True

@@ -144,7 +144,7 @@ def pass_counts(groups: Sequence[RolloutGroup], pass_reward: float) -> np.ndarra
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
     """Count sequences, turns, tokens of environments, and the metrics of agent.function."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        turns = sum(sequence.num_turns for sequence in rollout.sequences)
+        turns = sum(sequence.num_spans for sequence in rollout.sequences)
         sums.add("rollout/sequences_mean", len(rollout.sequences), 1)
         sums.add_max("rollout/sequences_max", float(len(rollout.sequences)))
         sums.add("rollout/turns_mean", turns, 1)

@@ -129,7 +129,7 @@ def test_episodes_continue_under_the_weights_of_a_push(
     assert counters.resumed_episodes > 0 < counters.cut_samples
     rollouts = [rollout for group in groups for rollout in group.rollout_group().rollouts]
     for rollout in rollouts:
-        assert rollout.num_turns == len(rollout.episode.turns) == 3
+        assert rollout.num_spans == len(rollout.episode.turns) == 3
         assert_is_from_its_versions(checkpoints, rollout)
     spans = [version_spans(rollout.policy_versions) for rollout in rollouts]
     in_a_turn = [

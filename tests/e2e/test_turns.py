@@ -118,7 +118,7 @@ def test_three_turns_are_those_of_one_forward_pass(
     one_at_a_time = {"max_concurrency": 1} if evicted else {}
     client = make_client([sglang_server.url], rollout_config.model_copy(update=one_at_a_time))
     rollouts = sample(client, version, group_size=1 if evicted else 3)
-    assert {rollout.num_turns for rollout in rollouts} == {3}
+    assert {rollout.num_spans for rollout in rollouts} == {3}
     assert check(tiny_checkpoint, rollouts) > 150
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts)
     assert (client.take_stats().cached_tokens == 0) == evicted
@@ -132,7 +132,7 @@ def check_branches(url, version, checkpoint, cfg):
     rollouts = sample(client, version)
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     assert [len(rollout.sequences) for rollout in rollouts] == [3] * len(rollouts)
-    assert sorted({sequence.num_turns for sequence in sequences}) == [1, 2]
+    assert sorted({sequence.num_spans for sequence in sequences}) == [1, 2]
     assert check(checkpoint, sequences) > 500
     assert client.counters.resent_routes == 0 < client.take_stats().cached_tokens
 
@@ -184,7 +184,7 @@ def test_turns_on_two_servers(tiny_checkpoint, rollout_config, tmp_path):
         numbers = itertools.count()
         client.balancer.pick = lambda avoid, prefer: client.balancer.servers[next(numbers) % 2]
         rollouts = sample(client, 0, group_size=1)
-    assert {rollout.num_turns for rollout in rollouts} == {3}
+    assert {rollout.num_spans for rollout in rollouts} == {3}
     assert check(tiny_checkpoint, rollouts) > 100
 
 
@@ -197,7 +197,7 @@ def test_an_openai_client_is_recorded_exactly(sglang_server, tiny_checkpoint, ro
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     assert check(tiny_checkpoint, sequences) > 500
     assert all(len(episode.sequences) >= 4 for episode in episodes)
-    assert max(sequence.num_turns for sequence in sequences) == 3
-    turns = sum(sequence.num_turns for sequence in sequences)
+    assert max(sequence.num_spans for sequence in sequences) == 3
+    turns = sum(sequence.num_spans for sequence in sequences)
     # each is learned from once
     assert turns == 7 * len(episodes) and client.counters.samples == turns

@@ -183,7 +183,7 @@ def results(group: RolloutGroup) -> list[str]:
     (rollout,) = group.rollouts
     assert group.rewards is not None
     source = "the reward function" if rollout.episode.reward is None else "the episode"
-    turns = sum(sequence.num_turns for sequence in rollout.sequences)
+    turns = sum(sequence.num_spans for sequence in rollout.sequences)
     lines = [
         f"    reward {group.rewards[0]:g}, of {source}; turns {turns}, tokens"
         f" {rollout.episode_length}, ended by {rollout.finish_reason}"

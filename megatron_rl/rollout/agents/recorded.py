@@ -190,5 +190,5 @@ def with_rewards(
     """Return the sequence of these turns; the last ones may have got no reward."""
     rollout = join_parts(*parts)
     if rewards:  # every span has one in the record
-        rewards += (0.0,) * (rollout.num_turns - len(rewards))
+        rewards += (0.0,) * (rollout.num_spans - len(rewards))
     return rollout.with_episode(turn_rewards=rewards, messages=messages)

@@ -43,7 +43,7 @@ class RecordedRollout:
     turn_rewards: list[float] = field(default_factory=list)
     """records.EpisodeRecord.turn_rewards."""
     turn_ends: list[FinishReason] = field(default_factory=list)
-    """records.Rollout.turn_ends."""
+    """records.Rollout.span_finish_reasons."""
     turn_seconds: list[list[float]] = field(default_factory=list, compare=False)
     """records.Rollout.span_seconds; files of older versions have none."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from megatron_rl.replay.router_shift import (
     RouterShift,
     router_logprobs,
     shift_per_token,
-    sum_over_stages,
 )
+from megatron_rl.replay.stage_sums import sum_over_stages
 from tests.thread_ranks import run_thread_ranks
 
 E, K, ROWS, LAYERS = 6, 2, 8, 4

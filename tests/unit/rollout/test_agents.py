@@ -144,7 +144,7 @@ def test_every_row_is_of_the_request_that_sampled_its_token(function, spans):
         assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(PROMPTS) * 2
         for rollout in rollouts:
             parts = parts_of([one, other], rollout)
-            assert len(parts) == rollout.num_turns == spans + 1
+            assert len(parts) == rollout.num_spans == spans + 1
             assert rollout.environment[0] == (3 + TURN, 3 + TURN + len(TOOL))
             assert tuple(rollout.tokens[slice(*rollout.environment[0])]) == TOOL
             assert np.array_equal(rollout.routed_experts, brute_force_routes(rollout, parts))
@@ -277,7 +277,7 @@ def test_a_full_context_ends_the_episode_as_truncated():
         )[0].rollouts[0]
     assert (
         rollout.finish_reason == "length"
-        and rollout.num_turns == 2
+        and rollout.num_spans == 2
         and rollout.response_length == 2 * TURN
     )
 
@@ -302,7 +302,7 @@ def test_only_a_full_context_is_truncated():
 def test_one_turn_where_it_is_asked_for():
     with FakeServer("ok") as server:
         rollout = sample(client_of([server], "two_turns"), single_turn=True)[0].rollouts[0]
-    assert rollout.num_turns == 1 and rollout.environment == ()
+    assert rollout.num_spans == 1 and rollout.environment == ()
 
 
 async def raises(session, prompt):
@@ -493,7 +493,7 @@ def test_an_episode_that_handles_its_cancellation_is_not_trained_on():
         kept = client.fill(groups, sampling, keep=1)
         assert (
             len(kept) == 1
-            and kept[0].rollouts[0].num_turns == 1
+            and kept[0].rollouts[0].num_spans == 1
             and kept[0].rollouts[0].response_length == 2 * TURN
         )
         assert [len(group.rollouts) for group in groups if group is not kept[0]] == [0, 0]
@@ -562,16 +562,16 @@ def test_rewards_of_turns_are_recorded_and_their_sum_is_the_episodes(tmp_path):
     with FakeServer("ok") as server:
         groups = sample(client_of([server], "rewarded_turns"))
     rollout = groups[0].rollouts[0]
-    assert (rollout.episode.turn_rewards, rollout.episode.reward, rollout.num_turns) == (
+    assert (rollout.episode.turn_rewards, rollout.episode.reward, rollout.num_spans) == (
         (0.5, 0.0, 2.0, 0.0),
         2.5,
         4,
     )
-    assert rollout.turn_ends == ("length",) * 4
+    assert rollout.span_finish_reasons == ("length",) * 4
     ((again,), _) = from_bytes(to_bytes([rollout]))
-    assert (again.episode.turn_rewards, again.turn_ends) == (
+    assert (again.episode.turn_rewards, again.span_finish_reasons) == (
         rollout.episode.turn_rewards,
-        rollout.turn_ends,
+        rollout.span_finish_reasons,
     )
     turns = list(make_turns(rollout, word_tokenizer()))
     assert [turn.reward for turn in turns] == [0.5, 0.0, 2.0, 0.0]
@@ -659,7 +659,7 @@ def test_an_environment_answers_every_turn():
             added = 1 if group.prompt.id == "q0" else 0
             assert (
                 rollout.prompt_length == 3 + added
-                and rollout.num_turns == 3
+                and rollout.num_spans == 3
                 and rollout.episode.reward == 0.75
             )
             assert (
@@ -676,7 +676,7 @@ def test_an_environment_is_bounded():
         rollout = sample(environment_client(server, "Endless", max_turns=4), group_size=1)[
             0
         ].rollouts[0]
-        assert (rollout.num_turns, rollout.episode.reward, rollout.episode.metrics["is_done"]) == (
+        assert (rollout.num_spans, rollout.episode.reward, rollout.episode.metrics["is_done"]) == (
             4,
             4.0,
             0.0,
@@ -699,7 +699,7 @@ def test_rewards_before_a_full_context_count():
             environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2
         )[0].rollouts[0]
     assert (
-        rollout.num_turns,
+        rollout.num_spans,
         rollout.episode.reward,
         rollout.episode.metrics,
         rollout.finish_reason,

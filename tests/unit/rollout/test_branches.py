@@ -84,7 +84,7 @@ def test_a_tree_is_one_rollout_of_its_sequences():
             ]
             middle = 3 + TURN + 2 + TURN - 2
             assert [each.prompt_length for each in (first, right, left)] == [3, middle + 1, middle]
-            assert [each.num_turns for each in (first, right, left)] == [2, 1, 2]
+            assert [each.num_spans for each in (first, right, left)] == [2, 1, 2]
             assert np.array_equal(left.tokens[:middle], first.tokens[:middle])
             assert right.tokens[middle] == 50 and left.tokens[slice(*left.environment[0])] == [42]
             assert rollout.episode_length == 5 * TURN and rollout.response_length == 2 * TURN
@@ -335,7 +335,7 @@ def test_every_limit_ends_the_episode_as_truncated(settings, max_tokens, turns):
         rollout = sample(client_of(server, "until_full", **settings), max_tokens=max_tokens)[
             0
         ].rollouts[0]
-    assert [each.num_turns for each in rollout.sequences] == [1, turns]
+    assert [each.num_spans for each in rollout.sequences] == [1, turns]
     assert rollout.finish_reason == "length" and rollout.episode_length == (1 + turns) * TURN
 
 

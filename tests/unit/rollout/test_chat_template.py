@@ -61,7 +61,7 @@ def test_a_setting_of_the_format_writes_the_prompt_and_names_the_conversation():
     assert inputs[1] == f"{inputs[0]}6.0<|im_end|>\n{inputs[0]}It is "
     assert inputs[4].endswith("\n" + opened) and inputs[3].endswith(opened + NO_THOUGHT)
     assert "hm" in inputs[4] and "hm" not in inputs[3]
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 2, 2]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 2, 2]
 
 
 QUICK = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
@@ -107,7 +107,7 @@ def test_every_protocol_with_messages_takes_the_settings_of_the_format(function)
     assert inputs[0] == opened + NO_THOUGHT
     assert inputs[1] == f"{inputs[0]}6.0<|im_end|>\n{opened}{NO_THOUGHT}"
     assert inputs[2].endswith(f"6.0<|im_end|>\n{opened}")
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 2]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 2]
 
 
 async def names_other_settings(session, prompt):

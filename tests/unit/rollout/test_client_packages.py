@@ -166,7 +166,7 @@ async def runs_openai_agents(session, prompt):
 def test_a_conversation_with_a_tool_is_one_sequence(function, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
     rollout, counters = run_agent(function)
-    assert (len(rollout.sequences), rollout.num_turns, counters.tool_calls) == (1, 4, 2)
+    assert (len(rollout.sequences), rollout.num_spans, counters.tool_calls) == (1, 4, 2)
 
 
 async def streams_responses(session, prompt):
@@ -195,7 +195,7 @@ async def streams_responses(session, prompt):
 def test_responses_of_openais_agents_are_one_sequence():
     """The default model class of openai-agents: items again, a stream, previous_response_id."""
     rollout, counters = run_agent(streams_responses)
-    assert (len(rollout.sequences), rollout.num_turns, counters.tool_calls) == (1, 6, 3)
+    assert (len(rollout.sequences), rollout.num_spans, counters.tool_calls) == (1, 6, 3)
 
 
 async def writes_prompts_with_litellm(session, prompt):
@@ -236,7 +236,7 @@ async def writes_prompts_with_langchain(session, prompt):
 def test_prompts_of_text_are_one_sequence(function, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     rollout, _ = run_agent(function, lambda conversation: f"answer {conversation.count('?')}")
-    assert (len(rollout.sequences), rollout.num_turns) == (1, 3)
+    assert (len(rollout.sequences), rollout.num_spans) == (1, 3)
     between = [TOKENIZER.decode(rollout.tokens[a:b]) for a, b in rollout.environment]
     assert between == [QUESTION, QUESTION]
 
@@ -265,7 +265,7 @@ async def runs_smolagents(session, prompt):
 def test_an_agent_that_rewrites_its_history_has_a_sequence_for_each_turn():
     rollout, counters = run_agent(runs_smolagents, ends_with_a_call)
     assert (len(rollout.sequences), counters.tool_calls) == (4, 4)
-    assert [sequence.num_turns for sequence in rollout.sequences] == [1] * 4
+    assert [sequence.num_spans for sequence in rollout.sequences] == [1] * 4
 
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 6.0"
@@ -300,7 +300,7 @@ def test_an_agent_with_a_shell_is_one_sequence(monkeypatch, tmp_path):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
     rollout, counters = run_agent(runs_mini_swe_agent, runs_commands)
-    assert (len(rollout.sequences), rollout.num_turns, counters.tool_calls) == (1, 3, 3)
+    assert (len(rollout.sequences), rollout.num_spans, counters.tool_calls) == (1, 3, 3)
     answers = [TOKENIZER.decode(rollout.tokens[a:b]) for a, b in rollout.environment]
     assert all("<output>\n6\n</output>" in answer for answer in answers)
 

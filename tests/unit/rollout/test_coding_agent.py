@@ -75,7 +75,7 @@ def test_an_episode_is_one_sequence_with_its_reward(sandbox, monkeypatch, number
     with FakeServer("ok", source=source) as server:
         rollout, counters = sample(server, agent.rollout, max_tokens=12_000, longest=14_000)
         check_every_token_once(server, rollout)
-    assert (len(rollout.sequences), rollout.num_turns) == (1, turns)
+    assert (len(rollout.sequences), rollout.num_spans) == (1, turns)
     assert rollout.episode.reward == reward
     assert rollout.episode.metrics["solved"] == float(reward == 1)
     assert counters.tool_calls == 2 and counters.tool_errors == 0

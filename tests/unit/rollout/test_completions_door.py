@@ -123,7 +123,7 @@ def test_a_prompt_that_extends_an_answer_continues_its_sequence(function):
     with FakeServer("ok", source=source) as server:
         rollout, counters = sample(server, function)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 3
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 3
     assert observed(rollout) == [" two?", " three?"]
     assert rollout.tokens[: rollout.prompt_length].tolist() == encode("one?")
     assert seen == rollout.rollout_logprobs.tolist() and not counters.unread_turns
@@ -148,7 +148,7 @@ def test_sampled_tokens_are_not_tokenized_again():
     with FakeServer("ok", source=spelled) as server:
         rollout, _ = sample(server, extends_texts)
         check_every_token_once(server, rollout)
-    assert len(encode("<think>")) == 1 and len(rollout.sequences) == 1 and rollout.num_turns == 3
+    assert len(encode("<think>")) == 1 and len(rollout.sequences) == 1 and rollout.num_spans == 3
     assert len(server.requests[1]["input_ids"][0]) == len("one?<think>") + 1 + len(" two?")
 
 
@@ -206,7 +206,7 @@ def test_a_prompt_that_extends_nothing_begins_a_sequence():
     with FakeServer("ok", source=source) as server:
         rollout, _ = sample(server, asks_for_other_sequences, max_tokens=1500)
         check_every_token_once(server, rollout)
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1] * 8 + [2]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1] * 8 + [2]
     inputs = [TOKENIZER.decode(request["input_ids"][0]) for request in server.requests[:6]]
     assert inputs == [
         "one?", f"one?{STORY} two?", f"one?{STORY[:-1]}<|im_end|> two?",
@@ -238,8 +238,8 @@ def test_token_ids_continue_a_conversation():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, mixes_protocols, max_tokens=1500)
         check_every_token_once(server, rollout)
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 2]
-    longer = max(rollout.sequences, key=lambda sequence: sequence.num_turns)
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 2]
+    longer = max(rollout.sequences, key=lambda sequence: sequence.num_spans)
     assert observed(longer) == ["\nmore"]
 
 
@@ -261,7 +261,7 @@ def test_a_request_that_is_sent_again_is_learned_from_once():
     with FakeServer("ok", "hang", "ok", source=source) as server:
         rollout, _ = sample(server, asks_again)
         check_every_token_once(server, rollout)
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 1]
     inputs = [request["input_ids"][0] for request in server.requests]
     assert len(inputs) == 3 and inputs[1] == inputs[2]
 

@@ -212,7 +212,7 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, counters = sample(server, uses_a_tool)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 2 and rollout.episode.reward == 1.0
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 2 and rollout.episode.reward == 1.0
     text = TOKENIZER.decode(rollout.tokens)
     assert text.startswith("<|im_start|>system\n# Tools") and json.dumps(MULTIPLY) in text
     ((start, end),) = rollout.environment
@@ -286,11 +286,11 @@ def test_an_edited_history_becomes_several_sequences():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, edits_its_history)
         check_every_token_once(server, rollout)
-    turns = sorted(sequence.num_turns for sequence in rollout.sequences)
+    turns = sorted(sequence.num_spans for sequence in rollout.sequences)
     # n = 2: two; one is continued twice; the request beside the last starts from its tokens;
     # compaction; two edited ones
     assert turns == [1, 1, 1, 1, 1, 3] and rollout.episode.reward == 0.5
-    longest = max(rollout.sequences, key=lambda each: each.num_turns)
+    longest = max(rollout.sequences, key=lambda each: each.num_spans)
     beside = max(
         (each for each in rollout.sequences if each is not longest),
         key=lambda each: each.prompt_length,
@@ -367,7 +367,7 @@ async def leaves_thinking_out_once(session, prompt):
 def test_thinking_that_a_request_left_out_is_still_known():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, leaves_thinking_out_once)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 3
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 3
 
 
 def refuses(a: float, b: float) -> float:
@@ -733,7 +733,7 @@ FORKED = pytest.mark.parametrize("preload", [(), ("json",)], ids=["started", "fo
 def test_an_unmodified_program_is_trained_on(monkeypatch, preload):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rollout = run_command(sys.executable, "examples/agents/openai_agent.py", preload=preload)
-    assert (rollout.episode.reward, rollout.episode.metrics, rollout.num_turns) == (
+    assert (rollout.episode.reward, rollout.episode.metrics, rollout.num_spans) == (
         1.0,
         {"calls": 1},
         2,
@@ -860,7 +860,7 @@ async def reads_the_protocol(session, prompt):
 
 def test_answers_have_the_form_that_clients_other_than_openais_read():
     with FakeServer("ok", source=chat_sample) as server:
-        assert sample(server, reads_the_protocol)[0].num_turns == 1
+        assert sample(server, reads_the_protocol)[0].num_spans == 1
 
 
 async def names_the_truncation(session, prompt):
@@ -983,6 +983,6 @@ def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
     with FakeServer("ok", source=source) as server:
         rollout, counters = sample(server, command=(python, "examples/agents/verifiers_env.py"))
         check_every_token_once(server, rollout)
-    assert (len(rollout.sequences), rollout.num_turns) == (1, 2)
+    assert (len(rollout.sequences), rollout.num_spans) == (1, 2)
     assert (rollout.episode.reward, rollout.episode.metrics) == (1.0, {"turns": 2.0})
     assert (counters.tool_calls, counters.tool_errors) == (1, 0)

@@ -123,7 +123,7 @@ async def handles_a_failed_task(session, prompt):
 def test_a_failed_task_that_the_function_handles_is_no_end():
     """Python 3.11 leaves the parent's cancelling() at 1: that is no cancellation of the episode."""
     rollouts, _ = sample(handles_a_failed_task, size=2)
-    assert [rollout.num_turns for rollout in rollouts] == [2, 2]
+    assert [rollout.num_spans for rollout in rollouts] == [2, 2]
     assert not calls[0].call.episodes, "an open call would hold every episode that it ever had"
 
 
@@ -138,7 +138,7 @@ def test_a_turn_that_the_function_gave_up_can_be_asked_for_again():
     groups = [Group(PROMPT, 1)]
     with FakeServer("hang", "ok", source=TurnModel(version=3)) as server:
         client_of(server, gives_up_a_turn).fill(groups, Sampling(1.0, 64, (1,), 3))
-    assert groups[0].rollouts[0].num_turns == 1 and groups[0].rollouts[0].response_length == TURN
+    assert groups[0].rollouts[0].num_spans == 1 and groups[0].rollouts[0].response_length == TURN
 
 
 async def finishes_while_it_samples(session, prompt):

@@ -67,7 +67,7 @@ def test_a_tool_call_and_its_result_are_one_sequence():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, counters = sample(server, uses_a_tool)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 2
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 2
     text = TOKENIZER.decode(rollout.tokens)
     # the prompt is that of chat completions
     assert text.startswith("<|im_start|>system\nbe brief") and json.dumps(MULTIPLY) in text
@@ -104,7 +104,7 @@ def test_thinking_goes_back_and_forth_and_every_token_is_learned_from_once():
         rollout, counters = sample(server, thinks)
         check_every_token_once(server, rollout)
     assert len(server.requests) == 5
-    two_turns = [each for each in rollout.sequences if each.num_turns == 2]
+    two_turns = [each for each in rollout.sequences if each.num_spans == 2]
     assert len(two_turns) == 1 and counters.missing_tool_calls == 0
 
 
@@ -179,7 +179,7 @@ def test_a_full_context_ends_the_episode_as_truncated():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, fills_the_context, max_tokens=60)
         check_every_token_once(server, rollout)
-    assert rollout.finish_reason == "length" and rollout.num_turns > 1
+    assert rollout.finish_reason == "length" and rollout.num_spans > 1
 
 
 PROGRAM = """

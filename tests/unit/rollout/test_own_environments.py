@@ -183,4 +183,4 @@ def test_an_environment_runs_unmodified(request, monkeypatch, name, is_forked):
         )
         check_every_token_once(server, rollout)
     assert len(rollout.sequences) == 1
-    assert rollout.episode.reward in case.rewards and rollout.num_turns in case.turns
+    assert rollout.episode.reward in case.rewards and rollout.num_spans in case.turns

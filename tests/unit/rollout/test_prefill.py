@@ -92,7 +92,7 @@ def test_a_beginning_is_part_of_the_input_and_the_joined_message_is_continued(fu
     with FakeServer("ok", source=source) as server:
         rollout, counters = sample(server, function)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 4 and not counters.unread_turns
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 4 and not counters.unread_turns
     first = server.requests[0]["input_ids"][0]
     assert TOKENIZER.decode(first).endswith("<|im_start|>assistant\nIt is")
     assert len(first) == rollout.prompt_length == rollout.episode.metrics["counted"]
@@ -130,7 +130,7 @@ def test_choices_continue_side_by_side_and_an_edited_message_is_another_sequence
     with FakeServer("ok", source=source) as server:
         rollout, _ = sample(server, begins_twice)
         check_every_token_once(server, rollout)
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 1, 1, 2]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 1, 1, 1, 2]
     inputs = [request["input_ids"][0] for request in server.requests]
     assert inputs[3] == inputs[4] and len(inputs) == 6
 

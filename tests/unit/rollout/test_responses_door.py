@@ -110,7 +110,7 @@ def test_a_call_and_its_result_are_one_sequence(function):
     with FakeServer("ok", source=chat_sample) as server:
         rollout, counters = sample(server, function)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 2
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 2
     # `strict` is no part of the prompt: it is that of chat completions
     text = TOKENIZER.decode(rollout.tokens)
     assert text.startswith("<|im_start|>system\nbe brief") and json.dumps(MULTIPLY) in text
@@ -169,7 +169,7 @@ def test_parallel_calls_with_thinking_are_continued_in_both_ways():
         rollout, counters = sample(server, asks_in_parallel, max_tokens=1500)
         check_every_token_once(server, rollout)
     # the request of chat completions comes second to its turn: a sequence with equal tokens
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 4]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 4]
     inputs = [request["input_ids"][0] for request in server.requests]
     assert inputs[1] == inputs[4] and counters.tool_calls == 2
 
@@ -194,7 +194,7 @@ def test_a_request_that_is_sent_again_is_learned_from_once():
     with FakeServer("ok", "hang", "ok", source=chat_sample) as server:
         rollout, _ = sample(server, asks_again)
         check_every_token_once(server, rollout)
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2]
+    assert sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 1, 2]
     inputs = [request["input_ids"][0] for request in server.requests]
     assert len(inputs) == 5 and inputs[1] == inputs[2] == inputs[4]
 

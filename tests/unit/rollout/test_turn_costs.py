@@ -84,7 +84,7 @@ def test_late_turns_take_no_more_than_early_ones(function, monkeypatch):
         (group,) = client.fill([Group(PROMPT, 1)], Sampling(1.0, 4000, (), VERSION))
         starts = [body.get("routed_experts_start_len", 0) for body in server.requests]
     rollout = group.rollouts[0]
-    assert rollout.num_turns == TURNS
+    assert rollout.num_spans == TURNS
     # the last digests are those of the record that is joined at the end
     for name in ("rendered", "parsed", "rows"):
         late = work[name][2 : TURNS - 1]

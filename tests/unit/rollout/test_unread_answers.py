@@ -416,6 +416,6 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(
         assert client.counters.diverged_tokens == client.counters.unread_turns == 0
     (rollout,) = groups[0].rollout_group().rollouts
     assert (
-        sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2]
+        sorted(sequence.num_spans for sequence in rollout.sequences) == [1, 1, 2]
         and rollout.episode.reward == 1.0
     )
