@@ -329,8 +329,8 @@ def start(box: Box) -> subprocess.Popen[bytes]:
     From a thread that stays: the kernel ends the program with the thread that started it, and a
     tool is called in a thread of its own.
     """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    program = partial(box.start, module("workspace"), **pipes, is_first=True)
+    pipe = subprocess.PIPE
+    program = partial(box.start, module("workspace"), stdin=pipe, stdout=pipe, is_first=True)
     return starter(os.getpid()).submit(program).result()
 
 

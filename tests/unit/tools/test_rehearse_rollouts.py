@@ -28,7 +28,7 @@ def test_turns_kept_sets_and_versions(material):
         material, "--rollout.top_p", "0.9", "--rollout.top_k", "5", "--rollout.max_staleness", "2",
     )  # fmt: skip
     short, long = (s.rollout for s in invented_samples(spec, cfg, [8, 60], turns=4))
-    assert (short.num_spans, long.num_turns) == (3, 4)
+    assert (short.num_spans, long.num_spans) == (3, 4)
     assert [start < end for start, end in long.environment] == [True] * 3
     versions = long.policy_versions
     assert set(versions.tolist()) == {0, 1, 2} and (np.diff(versions) >= 0).all()
