@@ -1,5 +1,5 @@
-"""examples/distil_forms: cells differ in what they learn from, the age of rollouts and the rate; the
-table shows the cells that ran.
+"""examples/distil_forms: cells differ in what they learn from, the age of rollouts and the rate;
+the table shows the cells that ran.
 """
 
 import json
