@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 EXAMPLES = Path(__file__).resolve().parents[1]
 ANALYSED = ("paper_tiny", "paper_long")
 """Experiments with tables of lines, curves and lead times; the others have tables of their own."""
-NAMES = (*ANALYSED, "dose_map", "lora_ranks")
+NAMES = (*ANALYSED, "dose_map", "lora_ranks", "distil_forms")
 
 ENDED = ("finished", "diverged")
 """Outcomes that are results; a cell that failed or timed out is run again."""
@@ -68,12 +68,19 @@ class Experiment:
     questions: Sequence[tuple[str, Sequence[tuple[str, str]]]] = field(default=())
     """(ingredient, pairs of lines without it and with it)."""
     hypotheses: Sequence[Hypothesis] = field(default=())
+    teacher: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of make_tiny_moe for the teacher of its cells; {}: they have none."""
     shares: str = ""
     """Name of the experiment whose shared settings and models this one uses; "": its own."""
 
     @property
     def folder(self) -> Path:
         return EXAMPLES / self.name
+
+    @property
+    def teacher_model(self) -> Path:
+        """Return the folder with the teacher's checkpoint."""
+        return Path(f".cache/{self.name}-teacher")
 
     @property
     def shared_settings(self) -> Path:

@@ -4,11 +4,11 @@
 [--results DIR] \
         [--section.key value ...]
 
-One SGLang server serves all cells of one dtype (each pushes its own weights first); every cell is
-one rank, forked from this process so that nothing of one cell reaches the next.  A run that
-finishes or diverges is a result, and is not run again.  One that fails for another reason, or that
-takes too long, is written too (outcome), left out of the analysis, and run again the next time; its
-file then lists the earlier attempts.
+One SGLang server serves all cells of one dtype (each pushes its own weights first), and another one
+the teacher of the cells that have one.  Every cell is one rank, forked from this process so that
+nothing of one cell reaches the next.  A run that finishes or diverges is a result, and is not run
+again.  One that fails for another reason, or that takes too long, is written too (outcome), left
+out of the analysis, and run again the next time; its file then lists the earlier attempts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.engine.optim import TrainingDiverged
 from megatron_rl.metrics.lines import cut_partial_line
 from megatron_rl.rollout.server.process import Server, launch_server
+from megatron_rl.rollout.server.teacher_servers import start_teachers
 from megatron_rl.train import train
+from megatron_rl.trainer.build_teachers import with_addresses
 from megatron_rl.weights.hf.fp8 import QuantizeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +52,8 @@ KEPT = (  # columns of a result file
     "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
     "optim/grad_norm", "optim/skipped_updates", "time/step",
 )  # fmt: skip
+OF_TEACHER = ("teacher/reverse_kl", "teacher/divergence")
+"""Columns of cells with a teacher, where they are measured."""
 
 
 def main() -> int:
@@ -91,10 +96,13 @@ def run_cells(
 ) -> list[str]:
     """Run the cells, write their results, and return the names of those that failed."""
     for cell in {cell.seed: cell for cell in todo}.values():
-        make_model(cell)
+        make_model(cell.model, cell.experiment.model, seed=cell.seed)
+    for experiment in {cell.experiment.name: cell.experiment for cell in todo}.values():
+        if experiment.teacher:
+            make_model(experiment.teacher_model, experiment.teacher)
     started, failed, commit = time.monotonic(), list[str](), code_version()
-    dtype = ""
-    with ExitStack() as stack:
+    dtype, teachers = "", dict[str, tuple[str, ...]]()
+    with ExitStack() as to_the_end, ExitStack() as stack:
         server: Server | None = None
         for number, cell in enumerate(todo, 1):
             if time.monotonic() - started > 60 * arguments.stop_after_minutes:
@@ -105,7 +113,10 @@ def run_cells(
                 stack.close()  # end the server of the earlier cells
                 server, dtype = stack.enter_context(start_server(needed)), needed.rollout.dtype
             cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
-            outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
+            if not cfg.teachers.by_name.keys() <= teachers.keys():
+                teachers |= start_teachers(cfg, "cpu", to_the_end, print)
+            urls = {name: teachers[name] for name in cfg.teachers.by_name}
+            outcome, seconds = run_cell(with_addresses(cfg, urls), 60 * arguments.timeout_minutes)
             write(results, cell, result(cell, cfg, commit, outcome, seconds))
             if outcome not in ENDED:
                 failed.append(cell.name)
@@ -118,16 +129,15 @@ def run_cells(
     return failed
 
 
-def make_model(cell: Cell) -> None:
-    """Make the checkpoint and prompts of the cell's seed in .cache, unless they exist."""
-    settings = {**cell.experiment.model, "seed": cell.seed}
+def make_model(folder: Path, model: Mapping[str, Any], **settings: Any) -> None:
+    """Make a checkpoint and its prompts in .cache, unless they exist."""
     options = [
         word
-        for key, value in settings.items()
+        for key, value in {**model, **settings}.items()
         for word in (f"--{key.replace('_', '-')}", str(value))
     ]
     subprocess.run(
-        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", str(cell.model), *options],
+        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", str(folder), *options],
         cwd=ROOT,
         check=True,
     )
@@ -215,6 +225,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
     cut_partial_line(path)  # a cell that was stopped may have left one
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     steps = [row for row in rows if "train/loss" in row]
+    names = (*KEPT, *(name for name in OF_TEACHER if any(name in row for row in steps)))
     score = f"eval/heldout/avg@{cfg.eval.samples}"
     settings = cfg.model_dump(mode="json", exclude_none=True)
     settings["rollout"].pop("urls")
@@ -228,7 +239,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
         "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
         "lr": cfg.optim.lr,
         "eval": {str(row["step"]): round(row[score], 4) for row in rows if score in row},
-        "columns": {name: [short(row.get(name)) for row in steps] for name in KEPT},
+        "columns": {name: [short(row.get(name)) for row in steps] for name in names},
     }
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.experiments.experiment import Experiment, Line, Table
+from examples.experiments.experiment import Experiment, Table
+from examples.experiments.rates import rate_lines
 from examples.paper_tiny.cells import EXPERIMENT as PAPER_TINY
 
 LIKE = PAPER_TINY.tables["n2"]
@@ -17,11 +18,7 @@ ADAPTER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = {"full": 0, "rank1": 1, "rank8": 8, "rank64": 64, "rank8_head": 8}
 HEAD = "rank8_head"
 """Not in the plan: an adapter of the LM head, too, at the best rate of rank 8."""
-SEARCH_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
-
-
-def line_name(rate: float) -> str:
-    return f"lr{rate:g}"
+SEEDS = (1, 2, 3, 4, 5)
 
 
 def table_of(name: str, rank: int) -> Table:
@@ -37,13 +34,9 @@ def table_of(name: str, rank: int) -> Table:
     rates = ADAPTER_RATES if rank else FULL_RATES
     if name == HEAD:
         rates = (2e-3,)
-    lines = {
-        line_name(rate): Line(f"rate {rate:g}", {"optim": {"lr": rate}}, is_papers=False)
-        for rate in rates
-    }
     title = "every weight" if not rank else f"adapters of rank {rank}"
     title += ", and of the LM head" * (name == HEAD)
-    return Table(title, LIKE.num_mini_batches, LIKE.num_steps, fixed, lines)
+    return Table(title, LIKE.num_mini_batches, LIKE.num_steps, fixed, rate_lines(rates))
 
 
 EXPERIMENT = Experiment(
