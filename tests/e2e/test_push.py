@@ -270,7 +270,7 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
     with start() as server:
         assert pusher.push(lambda: given(new), 3).verified == WHOLE_TENSORS
         assert pusher.push(lambda: given(new), 4).verified is None
-        pusher.unverified = 0
+        pusher.pushes_since_check = 0
         send_with(rounded_router, pusher, monkeypatch)
         with pytest.raises(
             WeightPushError,

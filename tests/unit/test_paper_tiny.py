@@ -140,7 +140,7 @@ def test_a_cell_that_fails_has_a_file_and_is_run_again(monkeypatch, tmp_path, ca
     def start_server(cfg):
         yield SimpleNamespace(url="http://127.0.0.1:1", process=SimpleNamespace(poll=lambda: None))
 
-    monkeypatch.setattr(run, "make_model", lambda cell: None)
+    monkeypatch.setattr(run, "make_model", lambda *_, **settings: None)
     monkeypatch.setattr(run, "start_server", start_server)
     monkeypatch.setattr(run, "run_cell", lambda cfg, seconds: (outcomes[cfg.run.name].pop(0), 7.0))
     words = "run paper_tiny --tables n8 --lines no_clip clip --seeds 0"

@@ -23,6 +23,11 @@ def test_a_steps_rollouts_end_before_the_next_is_sampled(monkeypatch):
         known.extend(map(weakref.ref, groups))
         return groups
 
+    def add_advantages(groups, step):
+        groups = [Thing()]
+        known.extend(map(weakref.ref, groups))
+        return groups
+
     def make_batches(groups, step):
         batches = [Thing(), Thing()]
         batches[0].samples = groups
@@ -39,10 +44,11 @@ def test_a_steps_rollouts_end_before_the_next_is_sampled(monkeypatch):
         return None
 
     trainer = SimpleNamespace(
-        first_step=0, steps=lambda: iter(range(3)), sample=sample, make_batches=make_batches,
+        first_step=0, steps=lambda: iter(range(3)), sample=sample,
+        add_advantages=add_advantages, record=nothing, make_batches=make_batches,
         old_logprobs=old_logprobs, update=nothing, listen=nothing,
         evaluate=nothing, sync_weights=nothing, report=nothing, save=nothing, finish=nothing,
     )  # fmt: skip
     monkeypatch.setattr(build, "start_trainer", lambda cfg, rollouts: nullcontext(trainer))
     train(Config(model=ModelConfig(path="m"), data=DataConfig(train="d")))
-    assert alive == [[], [False] * 5, [False] * 10]
+    assert alive == [[], [False] * 6, [False] * 12]

@@ -532,6 +532,6 @@ def test_no_prompt_is_lost_or_trained_twice_and_the_budget_holds_whatever_happen
             phases=[Phase.generate],  # shrinking takes minutes
         ),
     )
-    assert runs.steps > 20 and (runs.due > 0 or not MODES[mode].get("max_staleness")), (
+    assert runs.steps > 10 and (runs.due > 0 or not MODES[mode].get("max_staleness")), (
         "age is not tested"
     )

@@ -117,7 +117,7 @@ def test_only_what_changes_is_sent_until_a_server_may_lack_the_rest(step, base, 
 
 def test_a_server_that_was_started_again_gets_everything(base, servers, monkeypatch):
     def restart(pusher: WeightPusher) -> None:
-        pusher.starts = {url: {"startup_time": -1} for url in pusher.servers.urls}
+        pusher.server_starts = {url: {"startup_time": -1} for url in pusher.servers.urls}
 
     assert run(base, servers, [nothing, nothing, restart]) == [8, 2, 8]
 
