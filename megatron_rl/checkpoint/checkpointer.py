@@ -160,6 +160,8 @@ class Checkpointer:
             **snapshot.files,
         }
         facts: Facts = {"step": snapshot.step, "serial": serial, "value": value}
+        if self.cfg.best_metric:
+            facts["metric"] = self.cfg.best_metric
         self._pending = pending = Pending(temporary, shards, facts)
         if self.cfg.async_save:
             # a daemon: an error of the training loop must not wait for the disk
@@ -198,10 +200,15 @@ class Checkpointer:
             pending.thread.join()
         self._complete(pending)
         cfg, folder = self.cfg, self.folder
-        best = cfg.best_mode if cfg.best_metric else None
         # only now: older checkpoints may go once the new one is complete
         removed = from_rank_0(
-            lambda: retire(folder, keep_last=cfg.keep_last, keep_every=cfg.keep_every, best=best)
+            lambda: retire(
+                folder,
+                keep_last=cfg.keep_last,
+                keep_every=cfg.keep_every,
+                best=cfg.best_mode if cfg.best_metric else None,
+                metric=cfg.best_metric,
+            )
         )
         for path in removed:
             self.log(f"removed checkpoint {path.name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from megatron_rl.checkpoint.manifest import ManifestError, read_manifest
 from megatron_rl.config import CheckpointConfig
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 STATE = "state.json"
@@ -82,6 +85,8 @@ class Kept:
     """Number of the save (Facts.serial); -1 without a manifest that can be read."""
     value: float | None
     """Value of checkpoint.best_metric (Facts.value)."""
+    metric: str | None = None
+    """The metric of `value`; None: not known."""
 
 
 def checkpoints(folder: Path) -> list[Kept]:
@@ -96,7 +101,8 @@ def checkpoints(folder: Path) -> list[Kept]:
             continue
         try:
             facts = read_manifest(path).facts
-            items.append(Kept(path, int(match[1]), facts.get("serial", -1), facts.get("value")))
+            serial, value, metric = facts.get("serial", -1), facts.get("value"), facts.get("metric")
+            items.append(Kept(path, int(match[1]), serial, value, metric))
         except ManifestError:
             items.append(Kept(path, int(match[1]), -1, None))
     return sorted(items, key=lambda item: (item.serial, item.step, item.path.name))
@@ -217,12 +223,20 @@ def commit(temporary: Path, step: int) -> Path:
     return final
 
 
-def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -> list[Path]:
+def retire(
+    folder: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    best: str | None,
+    metric: str | None = None,
+) -> list[Path]:
     """Remove the checkpoints that no rule keeps, once a new one is complete, and return them.
 
     keep_last = 0 keeps all.  Else these are kept: the `keep_last` saved last; every one whose step
     is a multiple of `keep_every` (0: none); the best by value (`best` is "max" or "min"; of equals
-    the last); and all whose manifest cannot be read, about which the user decides.
+    the last), among those with a value of `metric`; and all whose manifest cannot be read, about
+    which the user decides.
     """
     if not keep_last:
         return []
@@ -234,7 +248,7 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     values = {
         item.path: item.value
         for item in reversed(readable)
-        if item.value is not None and isfinite(item.value)
+        if item.value is not None and isfinite(item.value) and item.metric in (None, metric)
     }
     # max and min return the first of equals, which is the last saved
     if best is not None and values:
@@ -242,8 +256,14 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     # checkpoints without a readable manifest are in neither list, and so stay
     removed = [item.path for item in readable if item.path not in kept]
     # hidden first: a part of one must never look like a checkpoint
-    remove_hidden(folder, [path.rename(path.with_name(f".{path.name}.old")) for path in removed])
+    remove_hidden(folder, [path.rename(free_name(folder, path.name)) for path in removed])
     return removed
+
+
+def free_name(folder: Path, name: str) -> Path:
+    """Return a hidden name that nothing has; `remove_leftovers` finds it."""
+    names = (folder / f".{name}{'.' * bool(n)}{n or ''}.old" for n in itertools.count())
+    return next(path for path in names if not path.exists())
 
 
 def remove_hidden(folder: Path, hidden: Iterable[Path]) -> None:
@@ -253,7 +273,11 @@ def remove_hidden(folder: Path, hidden: Iterable[Path]) -> None:
     """
     sync(folder)
     for path in hidden:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        # as on NFS, where another process reads a file: what is saved is complete all the same
+        except OSError as error:
+            logger.warning("%s stays on the disk until the next start: %s", path, error)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 MANIFEST = "manifest.json"
 BLOCK = 2**26
@@ -46,6 +46,8 @@ class Facts(TypedDict):
     """Number of the save into this folder, from 1."""
     value: float | None
     """Value of checkpoint.best_metric; None: not known."""
+    metric: NotRequired[str]
+    """The metric of `value`: a resumed run may name another one."""
 
 
 @dataclass(frozen=True)

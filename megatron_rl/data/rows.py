@@ -138,7 +138,7 @@ def parse_line(line: bytes) -> JsonRow:
         raise DataError(
             f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
         ) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"expected an object with keys, got {kind(row)}")

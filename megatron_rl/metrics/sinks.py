@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.metrics.lines import MetricLines, cut_partial_line
+from megatron_rl.metrics.lines import MetricLines, cut_partial_line, forget_later_steps
 from megatron_rl.metrics.trackers.background import Call
 from megatron_rl.metrics.trackers.registry import Trackers
 from megatron_rl.records.packed import StepResult
@@ -23,15 +23,20 @@ from megatron_rl.records.packed import StepResult
 class Sinks:
     """The writer of metrics.jsonl, which also sends results to the trackers.
 
-    It appends: a resumed run writes the steps after its checkpoint again, and the last line of a
-    step counts.
+    The lines of steps after the checkpoint of a resumed run are removed, as these are trained
+    again.
     """
 
-    def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, trackers: Trackers | None = None, *, first_step: int = 0
+    ) -> None:
+        """first_step: finished steps at the start."""
         run_dir.mkdir(parents=True, exist_ok=True)
         path = RunFolder(run_dir).metrics
         # a killed run may have left half a line, to which the first new line would be joined
         cut_partial_line(path)
+        # the evaluation before the first step is repeated, too
+        forget_later_steps(path, first_step or -1)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self.trackers = trackers
 

@@ -113,7 +113,8 @@ def summarize_run(
             changed[name] = float(values[:part].mean()), float(values[-part:].mean())
     for name in evaluations(results):
         _, values = series(results, name)
-        changed[name] = float(values[0]), float(values[-1])
+        if len(values):  # none where no response of the set was ever scored
+            changed[name] = float(values[0]), float(values[-1])
     board = [f"tensorboard --logdir {run_dir}"] if RunFolder(run_dir).tensorboard.is_dir() else []
     return Summary(
         steps=len(steps),

@@ -157,4 +157,4 @@ def make_sinks(
             versions=versions(),
         )
         trackers = Trackers(track, run, log, ids)
-    return stack.enter_context(Sinks(cfg.run_dir, trackers))
+    return stack.enter_context(Sinks(cfg.run_dir, trackers, first_step=first_step))

@@ -56,9 +56,8 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
         sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
         if group.penalties is not None:
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
-        # a group with a teacher teaches whatever its rewards are
-        beta = 0.0 if group.teacher_weights is None else float(group.teacher_weights.max())
-        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group) and not beta), 1)
+        beta = largest_beta(group)
+        sums.add("rollout/zero_advantage_groups_frac", float(teaches_nothing(group)), 1)
         if group.advantages is not None:
             sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()) + beta)
         for rollout in group.rollouts:
@@ -76,6 +75,20 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
                     sums.add("rollout/kept_bytes_mean", mask.nbytes, len(mask))
 
 
+def largest_beta(group: RolloutGroup) -> float:
+    return 0.0 if group.teacher_weights is None else float(group.teacher_weights.max())
+
+
+def teaches_nothing(group: RolloutGroup) -> bool:
+    """Return True where all rewards are equal and give no advantage, and no teacher teaches.
+
+    With advantage.kind = batch_whitened or reward equal rewards have advantages.
+    """
+    if largest_beta(group) or not is_uniform(group):
+        return False
+    return group.advantages is None or bool(np.abs(group.advantages).max() < 1e-6)
+
+
 def count_sources(
     sums: MetricSums, groups: Sequence[RolloutGroup], names: Sequence[str], pass_reward: float
 ) -> None:
@@ -91,7 +104,7 @@ def count_sources(
         sums.add(f"source/{name}/reward_mean", float(scored.sum()), len(scored))
         passed, count = pass_counts([group], pass_reward)[0].tolist()
         sums.add(f"source/{name}/pass_rate", passed, count)
-        sums.add(f"source/{name}/zero_advantage_groups_frac", float(is_uniform(group)), 1)
+        sums.add(f"source/{name}/zero_advantage_groups_frac", float(teaches_nothing(group)), 1)
         lengths = [rollout.episode_length for rollout in group.rollouts]
         sums.add(f"source/{name}/response_length_mean", sum(lengths), len(lengths))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ def read_rows(cfg: Config) -> SftRows:
     if cfg.sft.epochs is not None:
         rows = sum(len(file.rows) for file in train.values())
         # the last step may begin another epoch
-        steps = max(1, math.ceil(cfg.sft.epochs * rows / cfg.run.prompts_per_step))
+        # exact: 1.1 x 100 / 10 is above 11 in floating point
+        steps = max(1, math.ceil(Fraction(repr(cfg.sft.epochs)) * rows / cfg.run.prompts_per_step))
         cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"num_steps": steps})})
     stream = make_stream(cfg.data, {name: file.rows for name, file in train.items()}, cfg.run.seed)
     lines = [source_line(cfg.data, name) + file.line for name, file in train.items()]
@@ -176,7 +178,7 @@ class SftSource(SourceWithoutServers):
         """Return eval/NAME/loss of every set: the mean of -log pi over all its learned tokens."""
         sums = MetricSums()
         for name, file in self.rows.sets.items():
-            for batch in self._batches(file.rows):
+            for batch in self._batches(file.rows[: self.cfg.eval.max_prompts]):
                 self._add_loss(sums, name, batch)
         return sums.reduce(dist.group.WORLD, self.engine.parallel.device) if self.rows.sets else {}
 

@@ -86,8 +86,8 @@ class BackgroundTracker:
         try:
             tracker = self._make()
             self._on_open(tracker.id)
-        # any error: the code is that of another package or of the user
-        except Exception as error:
+        # any error, an exit too: the code is that of another package or of the user
+        except (Exception, SystemExit) as error:
             self._count(f"cannot be opened, nothing is sent to it: {error!r}")
         while (call := self._calls.get()) is not None:
             if tracker is None:
@@ -95,7 +95,7 @@ class BackgroundTracker:
                 continue
             try:
                 call(tracker)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._count(f"failed: {error!r}")
 
     def _count(self, cause: str) -> None:

@@ -34,11 +34,17 @@ def demonstrations_of_run(
     """
     rows: list[Demonstration] = []
     counts = {"below the reward": 0, "cut off": 0, "longer than sft.max_row_tokens": 0}
+    unsaved = "without saved tokens"
+    counts[unsaved] = 0
     for step, record, tokens, learned in saved_sequences(folder):
+        if tokens is None:
+            counts[unsaved] += 1
+            continue
         least = -math.inf if sft.min_reward is None else sft.min_reward
         # NaN, of a response that could not be scored, is not at least anything
         is_below = record.reward is None or not record.reward >= least
         is_long = len(tokens) > sft.max_row_tokens
+        assert learned is not None
         flags = (is_below, record.finish_reason != "stop", is_long)
         if any(flags):
             counts[list(counts)[flags.index(True)]] += 1
@@ -58,26 +64,31 @@ def demonstrations_of_run(
 
 def saved_sequences(
     folder: Path,
-) -> Iterator[tuple[int, RecordedRollout, np.ndarray, np.ndarray]]:
-    """Yield (step, line, tokens int64 [S], learned bool [S]) of every saved sequence, in the order
-    of replicas, steps and lines.
+) -> Iterator[tuple[int, RecordedRollout, np.ndarray | None, np.ndarray | None]]:
+    """Yield (step, line, tokens int64 [S], learned bool [S]) of every sequence, in the order of
+    replicas, steps and lines; None for the arrays that were not saved (rollout.save_tensors).
     """
     run = RunFolder(folder)
     for lines in run.line_files("rollouts"):
         for step, episodes in read_episodes(lines.path).items():
             path = run.tensors_of("rollouts", step, lines.dp_rank)
+            records = [line for episode in episodes.values() for line in episode]
+            if not path.exists():  # a share of the groups was saved, and none of this replica's
+                yield from ((step, record, None, None) for record in records)
+                continue
             try:
                 with safe_open(path, framework="numpy") as file:
                     names = set(file.keys())
-                    for record in (line for episode in episodes.values() for line in episode):
+                    for record in records:
                         if f"{record.id}:tokens" not in names:
-                            continue  # rollout.save_tensors was a share of the groups
+                            yield step, record, None, None
+                            continue
                         needed = {n for n in names if n.rpartition(":")[2] in WITHOUT_ROUTES}
                         rollout = to_rollout(record, arrays_in_file(file, needed, record.id))
                         learned = np.zeros(len(rollout.tokens), bool)
                         learned[rollout.sampled] = True
                         yield step, record, rollout.tokens, learned
-            except (FileNotFoundError, SafetensorError) as error:
+            except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"{path}: no tensors that can be read ({error}): SFT needs tokens; record with"
                     " rollout.save_tensors = true"

@@ -73,8 +73,9 @@ class Recorder:
         trained = self.folder.tensors_path("trained", step, self.dp_rank)
 
         def write_lines() -> None:
-            # An attempt at this step, before the run was resumed, may have left tensors of the
-            # trainer, and lines of later steps, perhaps of other prompts.
+            # An attempt at this step, before the run was resumed, may have left tensors, which have
+            # other tokens under the same ids, and lines of later steps, perhaps of other prompts.
+            tensors_file.unlink(missing_ok=True)
             trained.unlink(missing_ok=True)
             if not self._has_written:
                 self._has_written = True

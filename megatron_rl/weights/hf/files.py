@@ -206,7 +206,10 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     missing, and where two files have one tensor and no index says which one counts.
     """
     index = path / "model.safetensors.index.json"
-    named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    try:
+        named = dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: no index of tensors ({error!r}); copy it again") from error
     files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 keeps are removed.
 """
 
+import errno
 import math
 import os
 import shutil
@@ -36,7 +37,7 @@ from tests.crash import EXIT_CODE, MODES, Crash, run_forked
 NAMES = ("a.distcp", "b.distcp", "state.json")
 
 
-def save(folder, step, *, serial=None, value=None):
+def save(folder, step, *, serial=None, value=None, metric=None):
     temporary = temporary_folder(folder, step)
     for name in NAMES:
         with open(temporary / name, "wb") as file:
@@ -44,6 +45,7 @@ def save(folder, step, *, serial=None, value=None):
             file.write(b"end")
         sync(temporary / name)
     facts = {"step": step, "serial": step if serial is None else serial, "value": value}
+    facts |= {} if metric is None else {"metric": metric}
     write_text(temporary / MANIFEST, manifest_text(digest_files(temporary, NAMES), facts))
     return commit(temporary, step)
 
@@ -169,6 +171,38 @@ def test_an_evaluation_that_scored_nothing_does_not_hide_the_best(tmp_path, best
         save(tmp_path, step, value=value)
     retire(tmp_path, keep_last=1, keep_every=0, best=best)
     assert [kept.step for kept in checkpoints(tmp_path)] == [1, 4]
+
+
+def test_values_of_another_metric_are_not_compared(tmp_path):
+    """A resumed run may name another checkpoint.best_metric."""
+    for step, (value, metric) in enumerate(
+        [(812.0, "rollout/length"), (0.71, "eval/a"), (0.4, None), (0.6, "eval/a")], start=1
+    ):
+        save(tmp_path, step, value=value, metric=metric)
+    retire(tmp_path, keep_last=1, keep_every=0, best="max", metric="eval/a")
+    assert [kept.step for kept in checkpoints(tmp_path)] == [2, 4]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(tmp_path, monkeypatch, caplog):
+    """As on NFS, where another process reads a file of it; the next start removes it."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    remove = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    retire(tmp_path, keep_last=1, keep_every=0, best=None)
+    save(tmp_path, 1, serial=3)  # the same step again, after a resume
+    retire(tmp_path, keep_last=1, keep_every=0, best=None)
+    assert [kept.step for kept in checkpoints(tmp_path)] == [1]
+    assert caplog.text.count("stays on the disk until the next start") == 2
+    remove_leftovers(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.glob("*step_*")] == ["step_000001"]
 
 
 def test_retention_rules(tmp_path):

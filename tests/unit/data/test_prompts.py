@@ -46,6 +46,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
     ("line", "message"),
     [
         (b'{"prompt": "x", ', r"line 2: not JSON"),
+        (b'{"prompt": "x", "label": ' + b"1" * 5000 + b"}", r"line 2: not JSON: Exceeds the limit"),
         (b'{"prompt": "\xff", "label": "1"}', r"line 2: not UTF-8"),
         (b'{"prompt": "x"}', r"line 2: key 'label' is missing; it has \['prompt'\]"),
         (

@@ -142,6 +142,21 @@ def test_failures_are_counted_said_once_and_hurt_no_other(tmp_path):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
+class Exits(Kept):
+    def log(self, *args):
+        sys.exit("a library that ends the program")
+
+
+def test_one_that_exits_is_counted(tmp_path):
+    """The exception ends threads in silence."""
+    said: list[str] = []
+    trackers = track(tmp_path, "Exits", said=said)
+    with Sinks(tmp_path, trackers) as sinks:
+        for _ in range(3):
+            sinks.write(RESULT)
+    assert trackers.failures == {"Exits": 3} and "a library that ends" in said[0]
+
+
 def test_one_that_hangs_neither_slows_training_nor_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "QUEUE_SIZE", 4)
     said: list[str] = []

@@ -9,7 +9,7 @@ from megatron_rl.config.sections import SftConfig
 from megatron_rl.data.rows import DataError
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.saved.demonstrations_of_run import demonstrations_of_run
-from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.unit.batch.rollouts import make_rollout
 
@@ -91,3 +91,14 @@ def test_rollouts_of_another_tokenizer_and_without_tokens_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no saved rollouts"):
         demonstrations_of_run(tmp_path / "empty", SftConfig(), TOKENIZER)
+
+
+def test_what_a_share_of_the_groups_left_unsaved_is_counted(tmp_path):
+    """A replica may have saved nothing of a step, and has no file of it then."""
+    groups = [[group("a", [1.0]), group("b", [1.0])], [group("c", [1.0]), group("d", [1.0])]]
+    folder = save(tmp_path / "run", *groups, save_tensors=GroupChoice(0.5, seed=0))
+    for path in (folder / "rollouts").glob("*000002*.safetensors"):
+        path.unlink()
+    file = demonstrations_of_run(folder, SftConfig(), TOKENIZER)
+    assert len(file.rows) == 1 and file.rows[0].id.startswith("run:1:")
+    assert "left out: 3 without saved tokens" in file.line

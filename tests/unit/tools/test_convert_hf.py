@@ -4,8 +4,10 @@ damage, pickles, dtypes.
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.sync.pushed_weights import expected_tensors
 from megatron_rl_tools.convert import conversion_sides
+from megatron_rl_tools.convert.conversion import cuts
 from megatron_rl_tools.convert.convert_hf import convert as convert_hf
 from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.engines import make_engine
@@ -119,6 +122,16 @@ def test_a_stopped_conversion_continues(
     monkeypatch.undo()
     assert not megatron.exists() and (tmp_path / ".megatron.partial").is_dir()
     capsys.readouterr()
+    other = [word if word != SMALL[-1] else f"{1.5 * float(word):g}" for word in command]
+    assert main(other) == 0, "with files of another size it starts over"
+    assert "continuing" not in capsys.readouterr().out
+    assert main(["verify", str(hf), str(megatron)]) == 0
+    shutil.rmtree(megatron)
+    monkeypatch.setattr(ChunkWriter, "close", stop_after(3, ChunkWriter.close))
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    monkeypatch.undo()
+    capsys.readouterr()
     assert main(command) == 0
     assert "continuing" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
@@ -130,6 +143,11 @@ def test_a_stopped_conversion_continues(
     assert main([*command, "--dtype", "bfloat16"]) == 2
     assert "has other content" in capsys.readouterr().err
     assert main(["verify", str(hf), str(megatron)]) == 0
+
+
+def test_as_many_files_with_other_cuts_are_another_conversion() -> None:
+    a, b, c = (SimpleNamespace(name=name) for name in "abc")
+    assert cuts([[a, b], [c]]) == cuts([[a, b], [c]]) != cuts([[a], [b, c]])  # type: ignore[list-item]
 
 
 def stop_after(count: int, close: Callable[..., Any]) -> Callable[..., Any]:

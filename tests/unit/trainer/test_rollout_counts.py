@@ -119,6 +119,16 @@ def test_rewards_lengths_and_ages(groups):
     assert not {"rollout/reward_square_mean", "rollout/negative_reward_max"} & found.keys()
 
 
+def test_equal_rewards_with_advantages_teach_something(groups):
+    """advantage.kind = batch_whitened and reward."""
+    equal = replace(groups[0], rewards=np.full(2, 0.1, np.float32), penalties=None)
+    for value, share in ((0.1, 0.0), (0.0, 1.0), (1e-9, 1.0)):
+        sums = MetricSums()
+        advantages = np.full(2, value, np.float32)
+        count_groups(sums, [replace(equal, advantages=advantages)], version=VERSION)
+        assert derived(reduced(sums))["rollout/zero_advantage_groups_frac"] == share
+
+
 def test_equal_rewards_have_no_spread_and_no_advantage(groups):
     sums = MetricSums()
     equal = replace(groups[0], rewards=np.full(2, 0.1, np.float32), penalties=None)

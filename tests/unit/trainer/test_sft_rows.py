@@ -44,6 +44,9 @@ def test_epochs_are_steps_rounded_up(material, tmp_path):
     rows = read_rows(configuration(material, tmp_path, sft={"epochs": 1.5}))
     assert rows.cfg.run.num_steps == 4, "15 rows of 4 a step"
     assert read_rows(configuration(material, tmp_path)).cfg.run.num_steps == 3
+    # 1.1 x 10 = 11.000000000000002 in floating point
+    exact = {"sft": {"epochs": 1.1}, "run": {"prompts_per_step": 1, "group_size": 1}}
+    assert read_rows(configuration(material, tmp_path, **exact)).cfg.run.num_steps == 11
 
 
 def test_the_log_says_what_is_learned_and_what_is_also_held_out(material, tmp_path):

@@ -155,3 +155,11 @@ def test_every_tensor_that_does_not_fit_the_model_is_named(tmp_path):
         " tensor model.embed_tokens.weight I32 is not f32, bf16, f16; does config.json belong to"
         " this checkpoint?"
     )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"metadata": {}}', '{"weight_map": 5}'])
+def test_a_damaged_index_is_named(tmp_path, text):
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: no index of"):
+        read_headers(tmp_path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import json
 import resource
 import time
@@ -90,7 +91,7 @@ def hf_to_megatron(
             return group_bytes(entry, written_dtype(source, entry, dtype))
 
         units = split_units(entries(spec), size, file_bytes)
-        job = {"to": "megatron", "from": fingerprint(hf), "dtype": str(dtype), "units": len(units)}
+        job = {"to": "megatron", "from": fingerprint(hf), "dtype": str(dtype)} | cuts(units)
         place = open_place(out, job, work)
         if place is None:
             return None
@@ -148,7 +149,7 @@ def megatron_to_hf(
         "config": fingerprint(config),
         "dtype": str(dtype),
         "units": total,
-    }
+    } | cuts(units)
     place = open_place(out, job, work)
     if place is None:
         return None
@@ -230,6 +231,12 @@ def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
 
 
 # Units --------------------------------------------------------------------------------------------
+
+
+def cuts(units: Sequence[Sequence[Entry]]) -> dict[str, str]:
+    """Return a digest of the parameters of each unit, by which a stopped conversion is known."""
+    names = json.dumps([[entry.name for entry in unit] for unit in units])
+    return {"cuts": hashlib.sha256(names.encode()).hexdigest()}
 
 
 def split_units(
