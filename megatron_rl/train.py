@@ -28,6 +28,7 @@ from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import (
     REQUEUE,
+    SIGNALS,
     StoppedBySignal,
     StopSignal,
     follow_launcher,
@@ -133,7 +134,8 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
     program: the name under which errors are reported.
     """
     lines = LogLines(cfg.run.log_format, hidden=cfg.key_variables)
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    for number in SIGNALS:
+        signal.signal(number, raise_interrupt)
     follow_launcher()  # under torchrun: SIGTERM for this rank, too, when the launcher dies
     try:
         # stderr without secrets; before the imports, as some libraries keep the stream they find
@@ -141,7 +143,8 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
             job()
     except StoppedBySignal as stopped:
         # a launcher repeats the signal while the other ranks exit
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             lines.print_error(f"{program}: {stopped}", error="StoppedBySignal")
         return REQUEUE
@@ -158,7 +161,7 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
 
 
 def raise_interrupt(signum: int, frame: object) -> None:
-    """SIGTERM ends the run as Ctrl-C does, so that servers and worker processes are stopped."""
+    """A signal ends the run as Ctrl-C does, so that servers and worker processes are stopped."""
     raise KeyboardInterrupt
 
 

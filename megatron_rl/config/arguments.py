@@ -11,13 +11,14 @@ in a table, no --section.no_flag, and suggests no key in its errors.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Sequence
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas, types_of
 
-OPTIONS_AS_VALUES = ("--rollout.server_args", "--rollout.server-args")
+OPTIONS_AS_VALUES = re.compile(r"--(rollout|teachers\.[^.]+)\.server[_-]args|--agent\.command")
 """Settings whose values are options of another program: they extend to the next --section.key."""
 RULE = "settings are --section.key VALUE"
 
@@ -52,8 +53,8 @@ def split(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
     options: list[tuple[str, list[str]]] = []
     for word in overrides:
         is_option = word.startswith("--")
-        if options and options[-1][0] in OPTIONS_AS_VALUES:
-            # names of SGLang's options contain no dot
+        if options and OPTIONS_AS_VALUES.fullmatch(options[-1][0]):
+            # names of their options contain no dot
             is_option = is_option and "." in word.partition("=")[0]
         if is_option or not options:
             options.append((word, []))

@@ -37,13 +37,14 @@ PATTERNS = tuple(
         # user:password@ of a URL; a password may hold an @
         (r"(?i)(\b[a-z][a-z0-9+.-]*://)[^\s/'\"]+@", rf"\1{HIDDEN}@"),
         (
-            r"(?i)([?&](?:\w*token|\w*key|password|secret|sig|signature)=)[^&\s'\"#]+",
+            r"(?i)([?&](?:[\w-]*token|[\w-]*key|password|secret|sig|[\w-]*signature)=)[^&\s'\"#]+",
             rf"\1{HIDDEN}",
         ),
         (
             r"(?i)(\b(?:proxy-)?authorization[\"']?\s*[:=,]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',}\]]+",
             rf"\1{HIDDEN}",
         ),
+        (r"(?i)(\bx-api-key[\"']?\s*[:=,]\s*[\"']?)[^\s\"',}\]]+", rf"\1{HIDDEN}"),
         (r"(?i)(\bbearer\s+)[\w.~+/=-]{6,}", rf"\1{HIDDEN}"),
         (
             r"(--(?:[\w-]*[-_])?(?:api[-_]key|token|secret|password|passwd)[\"']?"
@@ -56,7 +57,13 @@ PATTERNS = tuple(
     )
 )
 
+BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 Tree = TypeVar("Tree")
+
+
+def is_path(value: str) -> bool:
+    """Return True for the path of a file, which is no secret.  Base64 may begin with / as well."""
+    return value[0] == "/" and (os.path.exists(value) or not BASE64.fullmatch(value))
 
 
 class Redactor:
@@ -70,8 +77,7 @@ class Redactor:
             filter(None, hidden)
         )
         values = {os.environ.get(name, "") for name in variables}
-        # a path is no secret
-        secrets = [value for value in values if len(value) >= SHORTEST and value[0] != "/"]
+        secrets = [value for value in values if len(value) >= SHORTEST and not is_path(value)]
         # the longest first, as one secret may be part of another
         self._values = sorted(secrets, key=len, reverse=True)
 

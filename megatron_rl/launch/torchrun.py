@@ -96,6 +96,10 @@ class Agent(LocalElasticAgent):
         self._asks_since = None
         context = self._pcontext
         if args and args[0] in SIGNALS and isinstance(context, SubprocessContext):
+            # A launcher of jobs may send a second signal.  It would end the wait, and torchrun
+            # would kill ranks that save.
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             # before torchrun's own shutdown, which kills after 30 s
             let_save(args[0], list(context.subprocess_handlers.values()))
         super()._shutdown(*args, **options)

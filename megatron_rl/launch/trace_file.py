@@ -85,9 +85,9 @@ def write_trace(
     world_size: int,
     step: int,
     clock: SharedClock,
-    redact: Callable[[str], str] = str,
+    redact: Callable[[Any], Any] = lambda tree: tree,
 ) -> None:
-    """Replace the file of a rank.  `redact` removes secrets from the file's text."""
+    """Replace the file of a rank.  `redact` removes secrets from its values."""
     about = {"schema": SCHEMA, "rank": rank, "world_size": world_size, "step": step, **vars(clock)}
     write_lines(path, [*rank_events(spans, rank, clock.host)], about, redact)
 
@@ -96,12 +96,12 @@ def write_lines(
     path: Path,
     events: Sequence[Event],
     about: dict[str, object],
-    redact: Callable[[str], str] = str,
+    redact: Callable[[Any], Any] = lambda tree: tree,
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-    content = redact(json.dumps(trace, separators=(",", ":")))
+    content = json.dumps(redact(trace), separators=(",", ":"))
     temporary.write_bytes(gzip.compress(content.encode(), compresslevel=3))
     temporary.replace(path)
 

@@ -56,7 +56,10 @@ class Console:
     def __init__(self, *, enabled: bool, lines: LogLines | None = None) -> None:
         self.lines = lines or LogLines()
         # soft_wrap: a line is not broken at the width of the terminal, so that it can be searched
-        self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
+        # plain text: an IPv6 address may contain :b:, the name of an emoji
+        self._rich = RichConsole(
+            quiet=not enabled, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
 
     def log(self, text: str) -> None:
         """Print one line, without markup."""

@@ -358,9 +358,10 @@ def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
     amount = recent[-1]
     if not amount > 0:
         return None
-    share, said = amount / RECENT, f"{amount:.0f} in the last {RECENT} steps"
+    steps = min(RECENT, len(curves.steps))
+    share, said = amount / steps, f"{amount:.0f} in the last {steps} steps"
     if entry.per == "steps":
-        said = f"In {amount:.0f} of the last {RECENT} steps"
+        said = f"In {amount:.0f} of the last {steps} steps"
     elif entry.of:
         of = ENTRIES[entry.of]
         # at most 1, also where the base has counted less than the entry

@@ -69,8 +69,6 @@ def phase_lines(
     of = f" of {gib(int(hardware.host_memory))}" if hardware.host_memory else ""
     rank = host_bytes(spec, cfg, world, machine.ranks)
     yield f"host memory of a node: {node_text(rank, machine.ranks)}{of}"
-    if cfg.megatron.fields.get("optimizer_cpu_offload"):
-        yield "optimizer_cpu_offload: the seconds of Adam's update on the CPU are not counted"
 
 
 def rendered(table: Table) -> list[str]:

@@ -328,13 +328,14 @@ class TrainingModel:
     def _gradients(self, pp_rank: int, backward: float) -> Parts:
         """Return the time of the gradient reduction and of the optimizer.
 
-        float32 gradients are reduce-scattered and parameters gathered over the copies of every
-        parameter; then Adam updates the owned ones.  With overlap_grad_reduce the first stage
+        float32 gradients of what is trained are reduce-scattered and parameters gathered over the
+        copies of every parameter, or gradients all-reduced without optim.distributed; then Adam
+        updates the owned ones.  With overlap_grad_reduce the first stage
         reduces during `backward`, the seconds of a micro-batch, except the embedding's gradient,
         which comes last; core does not cut the other stages' gradients into buckets.
         """
         parallel, size = self.cfg.parallel, grid.element_size(self.cfg)
-        total = memory.rank_parameters(self.spec, parallel, pp_rank, te=grid.wants_te(self.cfg))
+        total = memory.trained_parameters(self.spec, self.cfg, pp_rank)
         copies = dp_size(parallel, self.world) * parallel.cp
         expert_copies = expert_dp_size(parallel, self.world)
         moved = total.dense * (copies - 1) / copies
@@ -345,13 +346,16 @@ class TrainingModel:
         # moments and weights are read and written; norm and clip read and write gradients
         touched = 2 * 12 * owned + 2 * 4 * total.total
         link = self.rates.link(self.world // parallel.pp)
-        reduced = moved * adam_bytes(self.cfg).gradient / link
+        reduced, gathered = moved * adam_bytes(self.cfg).gradient / link, moved * size / link
+        if not self.cfg.optim.distributed:  # an all-reduce, and every rank has all parameters
+            reduced, gathered = 2 * reduced, 0.0
         if self.cfg.overlaps_grad_reduce and pp_rank == 0:
             columns = padded_vocab_size(self.spec, parallel.tp) / parallel.tp
-            last = columns * self.spec.hidden_size / total.total * reduced
-            reduced = max(reduced - backward, last)
+            # with adapters the embedding has no gradient
+            share = 0.0 if self.cfg.lora.rank else columns * self.spec.hidden_size / total.total
+            reduced = max(reduced - backward, share * reduced)
         return Parts(
-            gradients=reduced + moved * size / link,
+            gradients=reduced + gathered,
             optimizer=touched / self.rates.memory + self.host_adam(pp_rank),
         )
 

@@ -111,7 +111,13 @@ class Reporter:
     def _write_page(self) -> Path | None:
         """Have the installed viewer write the run's report; None where it is not installed."""
         for writer in entry_points(group=REPORT):
-            page: Path = writer.load()(self.cfg.run_dir)
+            try:
+                page: Path = writer.load()(self.cfg.run_dir)
+            # any error: what was trained and exported must not fail for a page
+            except Exception as error:
+                again = f"megatron-rl report {self.cfg.run_dir}"
+                self.console.log(f"WARNING no report page: {error!r}; mend it, then: {again}")
+                return None
             self.console.log(f"report {page}")
             return page
         self.console.log(

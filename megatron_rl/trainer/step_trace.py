@@ -83,7 +83,7 @@ class StepTrace:
             torch.cuda.synchronize()  # kernels in progress belong to the step
             self._profile.stop()
         self._stack.close()
-        rank, world_size, redact = self.parallel.rank, self.parallel.world_size, self._redactor.text
+        rank, world_size, redact = self.parallel.rank, self.parallel.world_size, self._redactor.tree
         name = LAST if self.cfg.run.trace == LAST else step_folder_name(step)
         path = rank_path(step_folder(self.cfg.run_dir, name), rank)
         write = partial(

@@ -141,8 +141,16 @@ class Connection:
                     return
                 order = json.loads(packet)
                 if order["call"] == "end":
-                    end_fork(pids.pop(order["number"]))
-                elif (pid := os.fork()) == 0:
+                    if (pid := pids.pop(order["number"], 0)) != 0:
+                        end_fork(pid)
+                    continue
+                try:
+                    pid = os.fork()
+                except OSError as error:  # a limit of processes or of memory
+                    with socket.socket(fileno=descriptors[0]) as channel:
+                        channel.sendall(self.failure(0, error))
+                    continue
+                if pid == 0:
                     # the parent's: the trainer would not notice its end while a worker has a copy
                     self.channel.close()
                     self.channel = socket.socket(fileno=descriptors[0])

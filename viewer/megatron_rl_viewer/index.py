@@ -166,7 +166,9 @@ class Index:
                 add = self._add_rollouts if file.half == "rollouts" else self._add_trained
                 last_step = add(connection, file, lines, last_step)
                 place = after(place, lines[-1])
-            values = (file.name, *astuple(place), last_step, *stat)
+            # the size says that all is read: only after a batch that found nothing more
+            read = (0, 0) if lines else stat
+            values = (file.name, *astuple(place), last_step, *read)
             connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?,?,?,?,?)", values)
             connection.execute("COMMIT")
         except BaseException:

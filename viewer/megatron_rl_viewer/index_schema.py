@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 3
+VERSION = 4
 """Version of the tables below; an index of another version is built again."""
 TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
 INDEXED = (

@@ -56,9 +56,9 @@ def write_report(run_dir: Path) -> Path:
     folder.picture.write_bytes(picture.getvalue())
     image = base64.b64encode(picture.getvalue()).decode()
     parts = [
-        f"<h1>{html.escape(name)}</h1>",
+        f"<h1>{shown_text(name)}</h1>",
         report_headline(results),
-        *(f'<p class="big">{html.escape(line)}</p>' for line in story_lines(run_dir)),
+        *(f'<p class="big">{shown_text(line)}</p>' for line in story_lines(run_dir)),
         health_list(results, read_run_settings(run_dir)),
         left_out_table(results),
         (
@@ -70,28 +70,35 @@ def write_report(run_dir: Path) -> Path:
     ]
     config = folder.config
     if config.is_file():
-        text = html.escape(config.read_text())
+        text = shown_text(config.read_text())
         details = f"<details><summary>config.toml</summary><pre>{text}</pre></details>"
         parts.append(f"<h2>Configuration</h2>{details}")
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)}</title><style>{STYLE}</style></head>"
+        f"<title>{shown_text(name)}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>"
     )
     path = folder.report
-    path.write_text(Redactor().text(page), encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     return path
+
+
+def shown_text(text: str) -> str:
+    """Return the text as HTML, without secrets: in HTML they could be cut or be written in other
+    characters.
+    """
+    return html.escape(Redactor().text(text))
 
 
 def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -> str:
     """Return the findings about the run's health, in words."""
     items = []
     for finding in examine_results(results, settings):
-        advice = f"<p>Try: {html.escape(finding.advice)}</p>" if finding.advice else ""
+        advice = f"<p>Try: {shown_text(finding.advice)}</p>" if finding.advice else ""
         name = f"<code>{finding.metric}</code>, " if finding.metric else ""
-        title = f"<b>{html.escape(finding.title)}</b>{finding.since}"
-        text = html.escape(finding.text)
+        title = f"<b>{shown_text(finding.title)}</b>{finding.since}"
+        text = shown_text(finding.text)
         items.append(
             f'<div class="finding {finding.level}">{title}<p>{text}</p>{advice}'
             f'<p class="note">{name}{finding.guide}</p></div>'
@@ -107,9 +114,9 @@ def left_out_table(results: Sequence[StepResult]) -> str:
     for count in counts_of_run(results):
         entry = count.entry
         # a tracker's class or an evaluation set may have any name
-        name = f"{html.escape(entry.label)}{entry.remark}"
+        name = f"{shown_text(entry.label)}{entry.remark}"
         text = f"{entry.text} {entry.advice}<br>" if entry.is_alarm else ""
-        note = f'<span class="note"><code>{html.escape(entry.metric)}</code>, {entry.guide}</span>'
+        note = f'<span class="note"><code>{shown_text(entry.metric)}</code>, {entry.guide}</span>'
         rows.append([name, text + note, number(count.amount)])
     title = "<h2>Left out, replaced or repeated</h2>"
     if not rows:
@@ -127,14 +134,13 @@ def exported_rollouts(run_dir: Path) -> dict[str, str]:
             text = path.read_text(encoding="ascii")
             responses = json.loads(text[text.index("{") : text.rindex("}") + 1])["responses"]
             names = [run["name"] for run in responses["runs"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            for place in responses:
+                _, _, path_of_run = place.partition("runs/")
+                number, _, key = path_of_run.partition("/rollout/")
+                if key and names[int(number)] == run_dir.resolve().name:
+                    links[key] = f"{path.parent.name}/index.html#/run/{number}/rollout/{key}"
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             logger.warning("%s: not an export of rollouts: %r", path, error)
-            continue
-        for place in responses:
-            _, _, path_of_run = place.partition("runs/")
-            number, _, key = path_of_run.partition("/rollout/")
-            if key and names[int(number)] == run_dir.resolve().name:
-                links[key] = f"{path.parent.name}/index.html#/run/{number}/rollout/{key}"
     return links
 
 
@@ -167,7 +173,7 @@ def summary_table(results: Sequence[StepResult]) -> str:
             part = max(1, len(values) // 5)
             shown = values[:part].mean(), values[-part:].mean(), values.min(), values.max()
             # a program that an episode started may have chosen the name
-            rows.append([f"{label}<br><code>{html.escape(name)}</code>", *map(number, shown)])
+            rows.append([f"{label}<br><code>{shown_text(name)}</code>", *map(number, shown)])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]
     return f"<h2>Numbers</h2>{html_table(head, rows, numbers_from=1)}" if rows else ""
 
@@ -224,7 +230,7 @@ def reward_cell(row: Row) -> str:
 def step_cell(row: Row, links: Mapping[str, str]) -> str:
     """Return the step, as a link if an export shows the rollout token by token."""
     link = links.get(f"{row['step']}/{row['file']}/{quote(str(row.get('id', '')), safe='')}")
-    return f'<a href="{html.escape(link)}">{row["step"]}</a>' if link else str(row["step"])
+    return f'<a href="{shown_text(link)}">{row["step"]}</a>' if link else str(row["step"])
 
 
 def tokens_cell(row: Row) -> str:
@@ -257,7 +263,7 @@ def text_cell(text: object) -> str:
     shown = str(text)
     if len(shown) > SHOWN_CHARACTERS:
         shown = f"{shown[: SHOWN_CHARACTERS // 2]}\n[...]\n{shown[-SHOWN_CHARACTERS // 2 :]}"
-    return f"<pre>{html.escape(shown)}</pre>"
+    return f"<pre>{shown_text(shown)}</pre>"
 
 
 def number(value: float) -> str:

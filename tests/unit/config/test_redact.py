@@ -22,6 +22,8 @@ SECRET = "s3cr3t-Va1ue.9"
         f"http://user:{SECRET}@host:30000/path",
         f"urls = ['https://user:p@{SECRET}@10.0.0.1']",
         f"http://host/x?write_token={SECRET}&page=2",
+        f"https://bucket/key?X-Amz-Date=2026&X-Amz-Signature={SECRET}",
+        f"x-api-key: {SECRET}",
         f"Authorization: Bearer {SECRET}",
         f"{{'Authorization': 'Basic {SECRET}'}}",
         f'"authorization", "{SECRET}"',
@@ -54,6 +56,8 @@ def test_values_of_the_environment(monkeypatch):
     monkeypatch.setenv("MONKEY", "banana-split")
     monkeypatch.setenv("MAX_TOKENS", "16384000")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/keys/key.json")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "/wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
+    assert Redactor().text("is /wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY") == f"is {HIDDEN}"
     text = f"{SECRET} of-another-name banana-split 16384000 /etc/keys/key.json"
     assert (
         Redactor().text(text)

@@ -71,6 +71,8 @@ def stop_when_started():
     while not os.path.exists(starts) or len(open(starts).read().split()) < 2:
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # a second one, as of scancel: the ranks still save
 threading.Thread(target=stop_when_started, daemon=True).start()
 options = ["--standalone", "--nproc-per-node", "2", "--signals-to-handle", "SIGTERM,SIGUSR1"]
 print("STATUS", torchrun.main([*options, rank, starts, stuck]), flush=True)

@@ -223,7 +223,7 @@ def test_secrets_are_not_written(tmp_path):
         world_size=1,
         step=0,
         clock=SharedClock("h", 0, 0),
-        redact=Redactor().text,
+        redact=Redactor().tree,
     )
     text = gzip.decompress(path.read_bytes()).decode()
     assert "sesame" not in text and "http://***@10.0.0.1:1" in text

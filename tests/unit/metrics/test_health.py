@@ -244,3 +244,8 @@ def test_the_stored_runs_of_the_papers_experiments():
         (False, False): 53,
     }
     assert found["staleness"] == {(False, True): 4, (False, False): 8}
+
+
+def test_the_window_of_a_short_run_is_the_run():
+    (found, *_) = examine(list(range(1, 11)), {"rollout/zero_advantages": [1.0] * 10})
+    assert found.level == "bad" and "In 10 of the last 10 steps" in found.text

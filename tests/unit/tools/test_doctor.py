@@ -426,6 +426,16 @@ def test_bytes_of_checkpoints(demo):
     "--checkpoint.keep_last", "2",
                              "--checkpoint.no_export_hf", "--model.dtype", "bfloat16"])  # fmt: skip
     assert storage.kept_bytes(few, spec)[0] == 3 * one
+    # 20, 40, 60, 80 and 100 by period, the best, the last two, and one being written
+    options = ["--checkpoint.keep_every", "20", "--checkpoint.best_metric", "rollout/reward_mean"]
+    more = load_config(
+        demo,
+        [
+            "--run.num_steps", "100", "--checkpoint.every", "10", "--checkpoint.keep_last", "2",
+            "--checkpoint.no_export_hf", "--model.dtype", "bfloat16", *options,
+        ],
+    )  # fmt: skip
+    assert storage.kept_bytes(more, spec)[0] == 9 * one
 
 
 # Servers and ranks --------------------------------------------------------------------------------

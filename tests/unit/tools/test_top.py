@@ -163,3 +163,11 @@ def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, ca
 def test_a_server_says_which_weights_it_has_or_gets():
     assert name_of("4@run-1") == "v4"
     assert name_of("updating to 5@run-1") == "to v5"
+
+
+def test_what_ranks_say_is_no_markup():
+    said = "KeyError: '[/INST]' from http://[fd00::b:1]:30000"
+    status = replace(STATUS, ranks=[replace(RANKS[0], waits_for=said), RANKS[1]])
+    loads = [Load("http://[fd00::b:1]:30000", "12", 812.4, 16, 3, 0.12, 1.2)]
+    text = "\n".join(lines(status, loads, width=200))
+    assert said.replace("http://", "") in text and "http://[fd00::b:1]:30000  " in text

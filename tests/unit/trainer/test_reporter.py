@@ -174,6 +174,18 @@ def test_the_end_of_a_run_names_its_report_and_the_commands_that_show_it(tmp_pat
     )
 
 
+def test_a_page_that_fails_does_not_fail_the_run(tmp_path, monkeypatch):
+    def broken(folder):
+        raise IndexError("list index out of range")
+
+    writer = SimpleNamespace(load=lambda: broken)
+    monkeypatch.setattr("megatron_rl.trainer.reporter.entry_points", lambda group: [writer])
+    said = []
+    reporter = Reporter(config(tmp_path), SimpleNamespace(log=said.append), None)
+    assert reporter._write_page() is None
+    assert "no report page: IndexError" in said[0] and "megatron-rl report" in said[0]
+
+
 def test_without_the_viewer_the_end_of_a_run_says_how_to_install_it(tmp_path, installed):
     for part in installed:
         part.clear()

@@ -7,6 +7,7 @@ import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -645,3 +646,16 @@ def test_a_shard_holds_what_safetensors_wrote(run_dir):
     for name, array in arrays.items():
         found = shard.get("Q0/0", name.rpartition(":")[2])
         assert found.dtype == array.dtype and found.shape == (2, 3) and (found == array).all()
+
+
+def test_a_file_that_was_read_in_part_is_read_to_its_end_by_the_next(
+    run_dir, opened, tmp_path, monkeypatch
+):
+    """As after Ctrl-C between two transactions."""
+    monkeypatch.setattr(index_module, "BATCH", 3)
+    run = Run(run_dir, tmp_path / "cache")
+    stop = Event()
+    stop.set()
+    run.index.update(stop)
+    assert 0 < table(run)["total"] < 3 * STEP
+    assert table(opened())["total"] == 3 * STEP

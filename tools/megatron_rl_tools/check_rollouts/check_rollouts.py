@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding
@@ -175,14 +176,16 @@ def show(report: CheckReport, console: Console) -> None:
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
     for check in report.checks:
         if check in report.unchecked:
-            table.add_row(check, "[yellow]NOT CHECKED[/yellow]", "", report.unchecked[check], "")
+            table.add_row(
+                check, "[yellow]NOT CHECKED[/yellow]", "", escape(report.unchecked[check]), ""
+            )
             continue
         findings = [finding for finding in report.findings if finding.check == check]
         if not findings:
             table.add_row(check, "[green]PASS[/green]", "", "", "")
         for index, finding in enumerate(findings[:SHOWN]):
             head = (check, "[red]FAIL[/red]", str(len(findings))) if index == 0 else ("", "", "")
-            table.add_row(*head, f"{finding.where}: {finding.found}", finding.cause)
+            table.add_row(*head, escape(f"{finding.where}: {finding.found}"), escape(finding.cause))
     console.print(table)
     if report.canary is not None:
         shifts = ", ".join(
@@ -190,7 +193,7 @@ def show(report: CheckReport, console: Console) -> None:
         )
         console.print(f"canary: agreement with the model's own top-k {shifts}")
     for note in report.notes:
-        console.print(note)
+        console.print(escape(note))
     console.print("PASS" if report.passed else f"FAIL: {len(report.findings)} findings")
 
 

@@ -88,9 +88,16 @@ def filesystem(folder: Path) -> str:
 def kept_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
     """Return (bytes of all checkpoints that the run will keep, the same in words)."""
     one = checkpoint_bytes(cfg, spec)
-    saves = 1 + (cfg.run.num_steps - 1) // cfg.checkpoint.every if cfg.checkpoint.every else 1
-    # one more while the next is being written
-    kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves
+    checkpoint, steps = cfg.checkpoint, cfg.run.num_steps
+    every = checkpoint.every or steps
+    saved = {*range(every, steps, every), steps}
+    kept = len(saved)
+    if checkpoint.keep_last:
+        period = checkpoint.keep_every
+        by_period = sum(step % period == 0 for step in saved) if period else 0
+        # one more while the next is being written
+        more = checkpoint.keep_last + 1 + (checkpoint.best_metric is not None)
+        kept = min(kept, by_period + more)
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     exported = full_model(spec).total * size if cfg.checkpoint.export_hf else 0
     model = " and the exported model" if exported else ""

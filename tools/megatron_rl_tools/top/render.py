@@ -104,7 +104,8 @@ def rank_table(status: Status, age: float, every_rank: bool) -> Table:
         groups = by_stage(status.ranks)
     for ranks in groups:
         hosts = sorted({rank.host for rank in ranks})
-        table.add_row(
+        add_texts(
+            table,
             names([rank.rank for rank in ranks]).partition(" ")[2],
             hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
             ranks[0].where,
@@ -126,6 +127,11 @@ def by_stage(ranks: Sequence[RankStatus]) -> list[list[RankStatus]]:
     return sorted(groups.values(), key=len)
 
 
+def add_texts(table: Table, *cells: str) -> None:
+    """Add a row of plain texts: what ranks say is no markup."""
+    table.add_row(*(Text(cell) for cell in cells))
+
+
 def waits_of(ranks: Sequence[RankStatus]) -> str:
     silent = max(rank.silent for rank in ranks)
     text = next((rank.waits_for for rank in ranks if rank.waits_for), "").replace("http://", "")
@@ -138,7 +144,8 @@ def server_table(loads: Sequence[Load]) -> Table:
     for title in ("weights", "tokens/s", "running", "queued", "KV used", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     for load in loads:
-        table.add_row(
+        add_texts(
+            table,
             load.url,
             name_of(load.version),
             f"{load.tokens_per_second or 0:,.0f}",
