@@ -53,7 +53,7 @@ def write_report(run_dir: Path) -> Path:
     name = run_dir.resolve().name
     picture = io.BytesIO()
     draw_run(results, name).savefig(picture, format="png", dpi=110)
-    folder.picture.write_bytes(picture.getvalue())
+    replace_file(folder.picture, picture.getvalue())
     image = base64.b64encode(picture.getvalue()).decode()
     parts = [
         f"<h1>{shown_text(name)}</h1>",
@@ -80,8 +80,16 @@ def write_report(run_dir: Path) -> Path:
         f"<body>{''.join(parts)}</body></html>"
     )
     path = folder.report
-    path.write_text(page, encoding="utf-8")
+    replace_file(path, page.encode())
     return path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file of the run's folder; a link that is there is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def shown_text(text: str) -> str:

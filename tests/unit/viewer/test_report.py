@@ -257,3 +257,25 @@ def test_rollouts_that_an_export_shows_are_linked(tmp_path, caplog):
     )
     assert links == ["export/index.html#/run/1/rollout/1/rollouts/Q1%2F0"]
     assert "broken/data.js: not an export" in caplog.text
+
+
+def test_a_link_in_the_folder_is_replaced_and_not_followed(run_dir, tmp_path):
+    (tmp_path / "other").write_text("mine")
+    for name in ("report.html", "report.png"):
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).symlink_to(tmp_path / "other")
+    write_report(run_dir)
+    assert (tmp_path / "other").read_text() == "mine"
+    assert not (run_dir / "report.html").is_symlink()
+
+
+def test_secrets_are_hidden_and_the_page_stays_whole(run_dir, monkeypatch):
+    """A text that ends like a header must not swallow the markup after it; & is written &amp;."""
+    monkeypatch.setenv("WANDB_API_KEY", "a&b<secret>")
+    row = {"step": 19, "prompt": "Authorization:", "response": "it is a&b<secret>", "label": "1"}
+    more = {"reward": 5.0, "response_length": 3, "finish_reason": "stop"}
+    lines = (run_dir / "rollouts.jsonl").read_text().rpartition("\n")[0]
+    (run_dir / "rollouts.jsonl").write_text(f"{lines}\n{json.dumps(row | more)}\n")
+    page = write_report(run_dir).read_text()
+    assert "Authorization:</pre>" in page and "a&amp;b" not in page
+    assert page.count("<pre>") == page.count("</pre>")
