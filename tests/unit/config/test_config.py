@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.config.arguments import section_values
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = {"model": {"path": "checkpoint"}, "data": {"train": "train.jsonl"}}
@@ -479,3 +480,15 @@ def test_fields_of_megatron_core_are_kept_as_written(tmp_path):
     }  # fmt: skip
     path.write_text(dump_config(config))
     assert load_config(path) == config
+
+
+def test_options_of_other_programs_are_values():
+    words = [
+        "--teachers.a.path", "t", "--teachers.a.server_args", "--tp-size", "2",
+        "--agent.command", "python", "x.py", "--verbose", "--run.seed", "3",
+    ]  # fmt: skip
+    assert section_values(words) == {
+        "teachers": {"a.path": "t", "a.server_args": ["--tp-size", "2"]},
+        "agent": {"command": ["python", "x.py", "--verbose"]},
+        "run": {"seed": "3"},
+    }

@@ -187,6 +187,25 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
         processes.close()
 
 
+def test_a_fork_that_fails_is_an_error_of_its_episode_alone():
+    processes = EnvironmentProcesses("tests.faults.limited_forks:Asked")
+
+    async def beside():
+        async with processes.episode() as environment:
+            await environment.constructor()
+            with pytest.raises(EpisodeError, match="Resource temporarily unavailable"):
+                async with processes.episode() as other:
+                    await other.constructor()
+            async with processes.episode() as third:
+                await third.constructor()
+            return await environment.reset(Prompt("q", "OTHER", (3,), ""))
+
+    try:
+        assert asyncio.run(beside()) == os.environ.get("OTHER", "none")
+    finally:
+        processes.close()
+
+
 def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
     workers, launch = [], forks.launch_worker
     monkeypatch.setattr(
