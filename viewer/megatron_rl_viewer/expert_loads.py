@@ -143,7 +143,7 @@ def saved_steps(run: Run) -> dict[int, list[str]]:
 
 def chosen_steps(steps: Sequence[int], wanted: str) -> list[int]:
     """Return the steps in the range, at most MAX_STEPS evenly spread ones; for "" the last step."""
-    match = re.fullmatch(r"(\d*)(:?)(\d*)", wanted, re.ASCII)
+    match = re.fullmatch(r"(\d{0,9})(:?)(\d{0,9})", wanted, re.ASCII)
     if match is None:
         raise QueryError(f"step = {wanted}: must be STEP or FIRST:LAST")
     if not wanted:

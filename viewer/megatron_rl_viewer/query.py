@@ -276,7 +276,8 @@ def search_words(text: str) -> str:
     """
     pairs = re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))
     words = [phrase or word for phrase, word in pairs]
-    usable = [word for word in words if re.search(r"\w", word)]
+    # FTS5 takes _ as a separator
+    usable = [word for word in words if re.search(r"[^\W_]", word)]
     if not usable:
         raise QueryError(f"q = {text}: must have a letter or a digit: text is found by words")
     if len(usable) > MAX_PARTS:

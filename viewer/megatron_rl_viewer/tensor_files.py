@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config.run_paths import RunFolder, StepFile, replica_of
+from megatron_rl.metrics.lines import MALFORMED
 
 SCHEMA = "1"
 MAX_HEADER = 256 * 2**20
@@ -72,7 +73,7 @@ class TensorFile:
             self._read_header()
         except FileNotFoundError:
             raise ShardError(f"{name}: not found") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *MALFORMED) as error:
             raise ShardError(f"{name}: damaged or still being written: {error!r}") from error
         if self.schema != SCHEMA:
             raise ShardError(

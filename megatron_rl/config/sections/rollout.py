@@ -59,7 +59,7 @@ class RolloutConfig(Section):
     """Number of identical servers that this run starts."""
     max_server_restarts: Count = 3
     """Dead servers that this run replaces before it stops.  Not for `urls`."""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Count, ...] = ()
     """GPUs of the servers this run starts, divided evenly (CUDA_VISIBLE_DEVICES).  Default: the
     first visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
     python: Path | None = None

@@ -23,7 +23,7 @@ class Teacher(Section):
     """Checkpoint of a teacher that the run serves itself, on the machine of rank 0: one server,
     which starts and ends with the run.  It takes rollout.python, host, max_total_tokens,
     max_running_requests and the time limits from [rollout]."""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Count, ...] = ()
     """GPUs of the server of path; unless server_args sets --tp-size, it is their number.  No
     training rank and no other server may use them."""
     server_args: tuple[str, ...] = ()

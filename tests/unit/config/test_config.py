@@ -492,3 +492,8 @@ def test_options_of_other_programs_are_values():
         "agent": {"command": ["python", "x.py", "--verbose"]},
         "run": {"seed": "3"},
     }
+
+
+@pytest.mark.parametrize("key", ["rollout.gpus", "teachers.a.gpus"])
+def test_a_gpu_below_0_is_refused(toml, key):
+    assert "must be greater than or equal to 0" in message(toml(), f"--{key}", "-1")

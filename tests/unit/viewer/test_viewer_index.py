@@ -17,6 +17,7 @@ from megatron_rl_viewer import index as index_module
 from megatron_rl_viewer import query as query_module
 from megatron_rl_viewer import token_data
 from megatron_rl_viewer.answer import answer_json
+from megatron_rl_viewer.expert_loads import chosen_steps
 from megatron_rl_viewer.follow import FilePlace, batch_of, new_lines
 from megatron_rl_viewer.query import Query, groups_page, rollouts_page
 from megatron_rl_viewer.run_folder import NoRunError, Run, Runs
@@ -659,3 +660,20 @@ def test_a_file_that_was_read_in_part_is_read_to_its_end_by_the_next(
     run.index.update(stop)
     assert 0 < table(run)["total"] < 3 * STEP
     assert table(opened())["total"] == 3 * STEP
+
+
+def test_words_without_a_letter_and_endless_numbers():
+    assert query_module.search_words("_ foo") == '"foo" *'
+    with pytest.raises(query_module.QueryError, match="must have a letter"):
+        query_module.search_words("_")
+    with pytest.raises(query_module.QueryError, match="must be STEP"):
+        chosen_steps([1, 2], "9" * 5000)
+
+
+def test_a_header_of_thousands_of_brackets_is_a_damaged_file(run_dir):
+    name = next(path.name for path in run_dir.rglob("*.safetensors"))
+    path = next(run_dir.rglob(name))
+    header = b"[" * 100_000
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ShardError, match="damaged or still being written: RecursionError"):
+        TensorFile(run_dir, str(path.relative_to(run_dir)))
