@@ -18,7 +18,7 @@ LOWER_RATES = (5e-5, 1e-4)
 TEACHER = "expert"
 ALONE = {"weight": 0.0}
 """[advantage] of distillation without rewards."""
-TOP_K = 8
+TOP_K, VOCAB_SIZE = 8, 64
 
 ARMS: dict[str, Settings] = {
     "rewards": {},
@@ -26,13 +26,16 @@ ARMS: dict[str, Settings] = {
     "mixed": {},
     "reverse": {"advantage": ALONE, "loss": {"teacher_form": "reverse", "teacher_top_k": TOP_K}},
     "forward": {"advantage": ALONE, "loss": {"teacher_form": "forward", "teacher_top_k": TOP_K}},
+    "full": {"advantage": ALONE, "loss": {"teacher_form": "reverse", "teacher_top_k": VOCAB_SIZE}},
 }
+"""full is not in the plan: does the reverse form fail, or its eight tokens?"""
 LABELS = {
     "rewards": "rewards",
     "token": "teacher, token form",
     "mixed": "rewards and teacher, token form",
     "reverse": "teacher, reverse KL, top 8",
     "forward": "teacher, forward KL, top 8",
+    "full": "teacher, reverse KL, all 64 tokens",
 }
 FORMS = ("token", "reverse", "forward")
 AGES = (2, 4)

@@ -7,7 +7,16 @@ import json
 import pytest
 
 from examples.distil_forms import compare
-from examples.distil_forms.cells import AGES, ALONE, ARMS, EXPERIMENT, FORMS, TEACHER, TOP_K
+from examples.distil_forms.cells import (
+    AGES,
+    ALONE,
+    ARMS,
+    EXPERIMENT,
+    FORMS,
+    TEACHER,
+    TOP_K,
+    VOCAB_SIZE,
+)
 from examples.experiments.run import KEPT, cell_config
 
 CELLS = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [1]))
@@ -22,9 +31,10 @@ def test_cells_differ_in_what_they_learn_from_in_age_and_in_rate():
         path = None if arm == "rewards" else str(EXPERIMENT.teacher_model)
         assert [teacher["path"] for teacher in teachers.values()] == [path] * (path is not None)
         assert list(teachers) == [TEACHER] * (path is not None)
-        form = arm if arm in ("reverse", "forward") else "token"
+        form = {"reverse": "reverse", "forward": "forward", "full": "reverse"}.get(arm, "token")
         assert cfg["loss"].pop("teacher_form") == form
-        assert form == "token" or cfg["loss"]["teacher_top_k"] == TOP_K
+        count = VOCAB_SIZE if arm == "full" else TOP_K
+        assert form == "token" or cfg["loss"]["teacher_top_k"] == count
         cfg["loss"].pop("teacher_top_k")
         weight = cfg["advantage"].pop("weight")
         assert weight == (1.0 if arm in ("rewards", "mixed") else ALONE["weight"])
