@@ -132,15 +132,15 @@ def per_reward_problems(cfg: AllSections) -> Iterator[str]:
 
 def batch_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what is wrong with the choice of responses and of the best checkpoint."""
-    if cfg.batch.dynamic_sampling and cfg.advantage_kind in ("batch_whitened", "reward"):
-        yield (
-            f"batch.dynamic_sampling with advantage.kind = {cfg.advantage_kind}: groups of equal "
-            "rewards have advantages there, and would be thrown away; remove one of the two"
-        )
     if cfg.batch.dynamic_sampling and cfg.run.group_size < 2:
         yield (
             f"batch.dynamic_sampling needs run.group_size >= 2, got {cfg.run.group_size}: rewards "
             "of one response never differ"
+        )
+    elif cfg.batch.dynamic_sampling and cfg.advantage_kind in ("batch_whitened", "reward"):
+        yield (
+            f"batch.dynamic_sampling with advantage.kind = {cfg.advantage_kind}: groups of equal "
+            "rewards have advantages there, and would be thrown away; remove one of the two"
         )
     if cfg.batch.overlong_cache > cfg.rollout.max_response_tokens:
         yield (

@@ -192,6 +192,10 @@ def test_broken_toml_names_file_and_line(toml):
             },
             ("batch.dynamic_sampling", "got 1"),
         ),
+        (
+            {"advantage": {"kind": "batch_whitened"}, "batch": {"dynamic_sampling": True}},
+            ("batch.dynamic_sampling", "advantage.kind = batch_whitened"),
+        ),
         ({"parallel": {"vp": 2}}, ("parallel.vp = 2", "parallel.pp > 1")),
         (
             {"parallel": {"pp": 2, "vp": 2, "layers_per_stage": [3, 4]}},

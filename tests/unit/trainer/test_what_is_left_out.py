@@ -163,7 +163,7 @@ def test_failed_rewards_are_in_the_step_line_the_summary_health_the_report_and_t
     page = (cfg.run_dir / "report.html").read_text()
     assert (
         "<b>Reward errors</b> since step 1" in page
-        and "4 in the last 20 steps, 20.00% of the responses" in page
+        and "4 in the last 5 steps, 20.00% of the responses" in page
     )
     assert re.search(
         r"<td>reward errors</td>.*?<code>reward/errors_total</code>.*?number\">4<", page
