@@ -40,12 +40,13 @@ from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_source import SourceWithoutServers
 from megatron_rl.trainer.step_meter import StepMeter
 
-SFT_NAMES = {
-    "train/loss": "sft/loss",
+RL_NAMES = {
+    "sft/loss": "train/loss",
     "train/entropy": "train/entropy",
     "train/nonfinite_frac": "train/nonfinite_frac",
 }
-"""Metrics of an update that have a meaning without a sampler, and their names in SFT."""
+"""Metrics of an update that have a meaning without a sampler -> their names in RL."""
+SFT_NAMES = {in_rl: name for name, in_rl in RL_NAMES.items()}
 OF_A_SAMPLER = ("train/", "logratio/", "first_order/")
 
 DemonstrationFiles = Mapping[str, DemonstrationFile]
