@@ -5,27 +5,15 @@ python -m examples.distil_forms.compare [--results DIR]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
 from examples.distil_forms.cells import AGES, ARMS, EXPERIMENT, FORMS, LABELS, SEEDS, table_name
 from examples.experiments.analyse import REWARD, Run, interval
-from examples.experiments.rates import Rates, Runs, reward
+from examples.experiments.rates import Rates, Runs, reward, write_table
 
 SECONDS = "time/step"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=EXPERIMENT.folder / "results")
-    results = parser.parse_args().results
-    text = tables(results)
-    (results / "table.md").write_text(text)
-    print(text)
 
 
 def tables(results: Path) -> str:
@@ -119,4 +107,4 @@ def mean(values: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    write_table(EXPERIMENT, tables, __doc__ or "")

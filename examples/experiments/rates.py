@@ -4,7 +4,8 @@ others, which the search did not see, compare.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,3 +78,18 @@ class Rates:
                 rate = run.table.lines[line].label.removeprefix("rate ")
                 rows.append(f"| {run.table.title} | {rate} | {reward(run):.3f} | {collapsed} |")
         return "\n".join(rows)
+
+
+def write_table(experiment: Experiment, tables: Callable[[Path], str], text: str) -> None:
+    """Write and print `tables`, Markdown of an experiment's results folder, as its table.md.
+
+    text: the help of the command.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=experiment.folder / "results")
+    results = parser.parse_args().results
+    content = tables(results)
+    (results / "table.md").write_text(content)
+    print(content)

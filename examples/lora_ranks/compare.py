@@ -5,25 +5,13 @@ python -m examples.lora_ranks.compare [--results DIR]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
 from examples.experiments.analyse import KL, interval, last_third
-from examples.experiments.rates import Rates, Runs, reward
+from examples.experiments.rates import Rates, Runs, reward, write_table
 from examples.lora_ranks.cells import EXPERIMENT, SEEDS
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=EXPERIMENT.folder / "results")
-    results = parser.parse_args().results
-    text = tables(results)
-    (results / "table.md").write_text(text)
-    print(text)
 
 
 def tables(results: Path) -> str:
@@ -57,4 +45,4 @@ def row(table: str, line: str, cells: Runs, full: Runs) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    write_table(EXPERIMENT, tables, __doc__ or "")
