@@ -5,6 +5,7 @@ python -m examples.distil_forms.compare [--results DIR]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def at_equal_seconds(runs: dict[str, Runs]) -> dict[str, dict[int, float]]:
 
 
 def reward_within(run: Run, seconds: float) -> float:
-    steps = int(np.searchsorted(np.cumsum(run.curve(SECONDS)), seconds, "right"))
+    steps = max(1, int(np.searchsorted(np.cumsum(run.curve(SECONDS)), seconds, "right")))
     return float(np.mean(run.curve(REWARD)[steps - max(1, steps // 3) : steps]))
 
 
@@ -102,8 +103,8 @@ def differences(before: Runs, after: Runs) -> list[float]:
     return [reward(after[seed]) - reward(before[seed]) for seed in sorted(before.keys() & after)]
 
 
-def mean(values: object) -> str:
-    return f"{np.mean(list(values)):.3f}"  # type: ignore[call-overload]
+def mean(values: Iterable[float]) -> str:
+    return f"{np.mean([*values]):.3f}"
 
 
 if __name__ == "__main__":

@@ -71,16 +71,17 @@ def forget_later_steps(path: Path, last_step: int) -> None:
     """Remove the lines of a metrics.jsonl about steps after `last_step`: an attempt that was taken
     back.  Lines that cannot be read stay.
     """
-    reader, kept, has_later = MetricLines(), list[bytes](), False
+    reader, kept, num_later = MetricLines(), list[bytes](), 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
             is_later = reader.parse(line)[0] > last_step
         except ValueError:
             is_later = False
-        has_later |= is_later
+        num_later += is_later
         if not is_later:
             kept.append(line)
-    if has_later:
+    if num_later:
+        logger.warning("%s: removed %d lines of steps that are trained again", path, num_later)
         replace_text(path, b"".join(kept))
 
 

@@ -351,7 +351,7 @@ class TrainingModel:
             reduced, gathered = 2 * reduced, 0.0
         if self.cfg.overlaps_grad_reduce and pp_rank == 0:
             columns = padded_vocab_size(self.spec, parallel.tp) / parallel.tp
-            # with adapters the embedding has no gradient
+            # with adapters it has none, or a small one of its adapter
             share = 0.0 if self.cfg.lora.rank else columns * self.spec.hidden_size / total.total
             reduced = max(reduced - backward, share * reduced)
         return Parts(

@@ -1,12 +1,20 @@
 """The training loop, with a trainer that only notes what is alive."""
 
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_rl.config import Config, DataConfig, ModelConfig
+from megatron_rl.launch.exit_codes import INTERRUPTED, REQUEUE
 from megatron_rl.train import train
 from megatron_rl.trainer import build
+
+ROOT = Path(__file__).parents[2]
 
 
 class Thing:
@@ -52,3 +60,26 @@ def test_a_steps_rollouts_end_before_the_next_is_sampled(monkeypatch):
     monkeypatch.setattr(build, "start_trainer", lambda cfg, rollouts: nullcontext(trainer))
     train(Config(model=ModelConfig(path="m"), data=DataConfig(train="d")))
     assert alive == [[], [False] * 6, [False] * 12]
+
+
+END = """
+import os, signal, sys, time
+from types import SimpleNamespace
+from megatron_rl.launch.signals import StoppedBySignal
+from megatron_rl.train import run_job
+def job():
+    if sys.argv[1] == "after":
+        raise StoppedBySignal("saved")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(5)
+cfg = SimpleNamespace(run=SimpleNamespace(log_format="text"), key_variables=(), run_dir="none")
+status = run_job(cfg, job, "a test")
+os.kill(os.getpid(), signal.SIGUSR1 if sys.argv[1] == "after" else 0)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("when", "status"), [("before", INTERRUPTED), ("after", REQUEUE)])
+def test_sigusr1_outside_of_the_steps_ends_a_rank_as_sigterm_does(when, status):
+    """A scheduler may send it before the first step, and again while the ranks end."""
+    assert subprocess.run([sys.executable, "-c", END, when], cwd=ROOT).returncode == status

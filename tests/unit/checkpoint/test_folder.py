@@ -184,7 +184,7 @@ def test_values_of_another_metric_are_not_compared(tmp_path):
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(tmp_path, monkeypatch, caplog):
-    """As on NFS, where another process reads a file of it; the next start removes it."""
+    """NFS refuses that while another process reads a file of it; the next start removes it."""
     for step in (1, 2):
         save(tmp_path, step)
     remove = shutil.rmtree

@@ -52,7 +52,7 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 @pytest.mark.parametrize(("first_step", "left"), [(0, []), (1, [-1, 0]), (2, [-1, 0, 1])])
 def test_steps_that_are_trained_again_are_forgotten(tmp_path, first_step, left):
-    """What only the earlier attempt measured must not stay, nor steps beyond the new end."""
+    """Metrics of the earlier attempt alone must not stay, nor its steps beyond the new end."""
     with Sinks(tmp_path) as sinks:
         sinks.write(StepResult(-1, 0, {"eval/x/avg@4": 0.5}))
         for step in range(3):

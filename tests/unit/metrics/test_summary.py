@@ -63,8 +63,8 @@ def test_what_changed_and_where_to_look(tmp_path):
 def test_a_set_that_was_never_scored_has_no_line(tmp_path):
     """reward.on_error = drop, and the reward of every response failed."""
     unscored = [StepResult(step, step, {"eval/bad/avg@4": float("nan")}) for step in (-1, 9)]
-    found = summarize_run([*results(), *unscored], tmp_path, (), None)
-    assert "heldout/avg@4" in found.text and "bad/avg@4" not in found.text
+    text = summarize_run([*results(), *unscored], tmp_path, (), None).text
+    assert "heldout/avg@4" in text and "bad/avg@4" not in text
 
 
 def test_health_is_in_the_words_of_the_viewer(tmp_path):

@@ -18,7 +18,7 @@ from megatron_rl.models.known import KNOWN, find_spec
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import lengths_of, make_lengths
-from megatron_rl.plan.memory import full_model, rank_parameters
+from megatron_rl.plan.memory import full_model, rank_parameters, trained_parameters
 from megatron_rl.plan.server_time import (
     DecodeModel,
     ServerPlan,
@@ -159,6 +159,39 @@ def test_the_reduction_of_gradients_overlaps_backward_but_for_the_embedding(worl
     hidden = min(hidden, both - forward)
     assert after.gradients == pytest.approx(before.gradients - hidden, rel=1e-6)
     assert after.total == pytest.approx(before.total - hidden, rel=1e-6)
+
+
+def test_with_adapters_their_gradients_alone_are_reduced_and_updated():
+    spec = find_spec("qwen3-30b-a3b")
+
+    def gradients(**sections):
+        cfg = config(parallel={"ep": 8}, megatron=PLAIN, **sections)
+        return TrainingModel(spec, cfg, 64, H100, PERFECT).training()[1], cfg
+
+    (whole, cfg), (adapters, with_lora) = gradients(), gradients(lora={"rank": 8})
+    numbers = [trained_parameters(spec, one, 0) for one in (cfg, with_lora)]
+    # 64 copies of what is dense, 8 of the experts
+    moved = [n.dense * 63 / 64 + n.experts * 7 / 8 for n in numbers]
+    ratio = moved[1] / moved[0]
+    assert 0 < ratio < 0.1
+    assert adapters.gradients == pytest.approx(ratio * whole.gradients, rel=1e-6)
+    assert adapters.optimizer < 0.1 * whole.optimizer
+
+
+def test_without_the_distributed_optimizer_gradients_are_all_reduced():
+    """Twice 4 bytes a parameter in place of 4, and 2 for the gathered parameters."""
+    spec = find_spec("qwen3-30b-a3b")
+    times = [
+        TrainingModel(
+            spec,
+            config(parallel={"ep": 8}, megatron=PLAIN, optim={"distributed": flag}),
+            64,
+            H100,
+            PERFECT,
+        ).training()[1]
+        for flag in (True, False)
+    ]
+    assert times[1].gradients == pytest.approx(8 / 6 * times[0].gradients, rel=1e-6)
 
 
 def test_uneven_stages_wait_for_the_slowest():

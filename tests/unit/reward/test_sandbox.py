@@ -190,6 +190,19 @@ def test_the_filter_of_system_calls_is_that_of_its_table(machine):
     assert answer(39 | 1 << 30) == answer(39, arch=0x40000003) == denied, "another ABI"
 
 
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")],
+)
+def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers(machine, header):
+    path = Path("/usr/include") / header
+    if not path.exists():
+        pytest.skip(f"{path} is not installed")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+    names = (*system_calls.NAMES, *system_calls.OTHERS)
+    assert [int(numbers[name]) for name in names] == [*system_calls.NUMBERS[machine]]
+
+
 @pytest.mark.parametrize("name", ["FORK_BOMB", "LOOP", "SLEEP", "DEAF", "CLOSED", "OUTLIVES"])
 def test_a_program_without_an_end_is_killed_with_all_its_processes(mechanism, outside, name):
     started = time.monotonic()

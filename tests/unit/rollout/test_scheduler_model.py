@@ -106,12 +106,12 @@ class Sums:
     """An all-reduce between threads."""
 
     def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=120), {}
+        self.barrier, self.tensors = threading.Barrier(size, timeout=120), {}
 
     def add(self, tensor: torch.Tensor, rank: int) -> None:
-        self.given[rank] = tensor.clone()
+        self.tensors[rank] = tensor.clone()
         self.barrier.wait()
-        tensor.copy_(sum(self.given.values()))
+        tensor.copy_(sum(self.tensors.values()))
         self.barrier.wait()
 
 

@@ -4,17 +4,19 @@ The dump holds what real megatron-core routers chose: the engine records their r
 sequences.
 """
 
+import io
 import json
 import re
 import shutil
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.records import routes_digest
-from megatron_rl_tools.check_rollouts.check_rollouts import check_run, main
-from megatron_rl_tools.check_rollouts.dumped import Dumped, RecordedRollout
+from megatron_rl_tools.check_rollouts.check_rollouts import CheckReport, check_run, main, show
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, RecordedRollout
 from megatron_rl_tools.check_rollouts.model_sizes import open_model
 from megatron_rl_tools.check_rollouts.rollout_checks import Across, check_one
 from tests.dist.launch import run_ranks
@@ -501,3 +503,16 @@ def test_similar_neighbouring_rows_are_no_error():
     record = RecordedRollout(0, "0/0", "0", "", "", "", 0.0, 0.0, 1, 22, "stop", [[0, 22]])
     dumped = Dumped(record, np.arange(23), np.zeros(22, np.float32), routes)
     assert [finding.check for finding in check_one(dumped, None) if finding.check == "stuck"] == []
+
+
+def test_what_is_found_is_shown_as_it_is():
+    finding = Finding("routes", "q[/b]/0", "[layers, top-k] differ: [2, 8]", "must be [2, 4]")
+    report = CheckReport(
+        1, 1, 0, ("routes", "masks"), (finding,), None, unchecked={"masks": "no [mask]"},
+        notes=("a note [of] it",),
+    )  # fmt: skip
+    console = Console(width=200, file=io.StringIO())
+    show(report, console)
+    text = console.file.getvalue()
+    for part in (f"{finding.where}: {finding.found}", finding.cause, "no [mask]", "a note [of] it"):
+        assert part in text

@@ -146,8 +146,9 @@ def test_a_stopped_conversion_continues(
 
 
 def test_as_many_files_with_other_cuts_are_another_conversion() -> None:
-    a, b, c = (SimpleNamespace(name=name) for name in "abc")
-    assert cuts([[a, b], [c]]) == cuts([[a, b], [c]]) != cuts([[a], [b, c]])  # type: ignore[list-item]
+    units: list[Any] = [[SimpleNamespace(name=name)] for name in "abc"]
+    a, b, c = units
+    assert cuts([a + b, c]) == cuts([a + b, c]) != cuts([a, b + c])
 
 
 def stop_after(count: int, close: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.config.rules.sft_rules import DEFAULTS
 from megatron_rl.data.rows import DataError
-from megatron_rl.trainer.sft_rows import name_of, read_rows
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.trainer.sft_rows import SftSource, name_of, read_rows
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.saved_run import make_material, sections
 from tests.tiny import random_checkpoint
@@ -113,3 +115,17 @@ def test_the_command_learns_the_rows(material, tmp_path):
     assert len(losses) == 2 and losses[1] < 0.3 * losses[0], losses
     assert (tmp_path / "run/hf/model.safetensors.index.json").exists()
     assert not (tmp_path / "run/rollouts").exists()
+
+
+def test_an_evaluation_reads_the_first_rows_of_a_set(material, tmp_path):
+    sets = {"held_out": str(material / "held_out.jsonl")}
+    cfg = configuration(material, tmp_path, eval={"sets": sets, "max_prompts": 2})
+    asked = []
+    source = SimpleNamespace(
+        cfg=cfg, rows=read_rows(cfg), _batches=lambda rows: asked.extend(rows) or [],
+        engine=SimpleNamespace(parallel=SimpleNamespace(device="cpu")),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricSums, "reduce", lambda *_: {})
+        assert SftSource.evaluate(source) == {}
+    assert [row.id for row in asked] == [row.id for row in source.rows.sets["held_out"].rows[:2]]

@@ -652,7 +652,7 @@ def test_a_shard_holds_what_safetensors_wrote(run_dir):
 def test_a_file_that_was_read_in_part_is_read_to_its_end_by_the_next(
     run_dir, opened, tmp_path, monkeypatch
 ):
-    """As after Ctrl-C between two transactions."""
+    """Ctrl-C may come between two transactions."""
     monkeypatch.setattr(index_module, "BATCH", 3)
     run = Run(run_dir, tmp_path / "cache")
     stop = Event()
