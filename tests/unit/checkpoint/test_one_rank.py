@@ -90,6 +90,7 @@ def test_a_save_numbers_itself_and_removes_what_no_rule_keeps(make, tmp_path):
         (1, 1, 0.5),
         (4, 4, None),
     ]
+    assert {item.metric for item in checkpoints(tmp_path)} == {"rollout/reward_mean"}
     saved = [line for line in lines if line.startswith("checkpoint ")]
     assert len(saved) == 4 and re.fullmatch(
         rf"checkpoint {tmp_path}/step_000001 \(\d+\.\d MiB, committed in \d+\.\d s\)", saved[0]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,3 +247,14 @@ def test_a_damaged_line_is_named(tmp_path, line):
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=r"rollouts/step_000001\.jsonl:3: not a rollout record"):
         list(read_rollouts(path))
+
+
+def test_tensors_of_an_earlier_attempt_at_a_step_go_with_its_lines(tmp_path):
+    """The new ones may fail to be written, and have other tokens under the same ids."""
+    Recorder(tmp_path, save_tensors=True).record(1, [make_group()])
+    path = RunFolder(tmp_path).tensors_path("rollouts", 1, 0)
+    assert path.exists()
+    later = []
+    files = SimpleNamespace(now=lambda _, write: write(), later=lambda *call: later.append(call))
+    Recorder(tmp_path, save_tensors=True, files=files).record(1, [make_group()])
+    assert len(later) == 1 and not path.exists()

@@ -227,6 +227,17 @@ def test_a_tracker_has_the_run_that_it_continues(tmp_path, monkeypatch):
     assert (cfg.run_dir / "config.toml").read_text() == dump_config(cfg)
 
 
+def test_a_resumed_run_begins_its_metrics_after_its_checkpoint(tmp_path):
+    cfg = config(tmp_path)
+    stack, reporter, *_ = tracked(cfg)
+    with stack:
+        for step in range(3):
+            reporter.sinks.write(StepResult(step, step, {}))
+    stack, *_ = tracked(cfg, first_step=2)
+    with stack:
+        assert [r.step for r in read_metrics(cfg.run_dir / "metrics.jsonl")] == [0, 1]
+
+
 def test_a_new_run_starts_at_step_0_in_its_tracker(tmp_path):
     stack, reporter, *_ = tracked(config(tmp_path, to=[f"{__name__}:Kept"]))
     with stack:
