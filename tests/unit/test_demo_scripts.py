@@ -154,6 +154,8 @@ def test_an_interrupt_ends_the_installation(tmp_path, order):
     assert wait_for(lambda: re.search(r"ready \d+\n", calls.read_text()), 60)
     if order == "command first":
         process.send_signal(signal.SIGSTOP)
+        script = psutil.Process(process.pid)
+        assert wait_for(lambda: script.status() == psutil.STATUS_STOPPED, 60)
     os.killpg(process.pid, signal.SIGINT)
     if order == "command first":
         uv = psutil.Process(int(re.search(r"ready (\d+)", calls.read_text())[1]))
