@@ -25,7 +25,7 @@ from megatron_rl.records import (
     spanned_versions,
     version_spans,
 )
-from megatron_rl.records.sampling_mask import check_mask
+from megatron_rl.records.token_sets import check_mask
 
 TOP_KINDS = ("teacher_top_sizes", "teacher_top_codes", "teacher_top_logprobs")
 """Kinds of the arrays of Rollout.teacher_top."""
@@ -66,7 +66,7 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     routed_experts  uint8 | int16 [S - 1, L, K], with routes
     routes_digest   uint8 [16], with routes
     missing_routes  bool [S - 1], where some rows have no route
-    mask_sizes      uint16 [R], with kept sets (see SamplingMask)
+    mask_sizes      uint16 [R], with kept sets (see TokenSets)
     mask_codes      uint8 [bytes], with kept sets
     teacher_logprobs  float32 [R], where a teacher has scored the sequence
     teacher_top_sizes, _codes, _logprobs  uint16 [R], uint8 [bytes], float32 [R * K], its most

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.token_sets import TokenSets
 
 
-def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> SamplingMask | None:
+def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> TokenSets | None:
     """Return Rollout.sampling_mask from its arrays; ValueError where one of them is missing."""
     if sizes is None and codes is None:
         return None
     if sizes is None or codes is None:
         raise ValueError(f"rollout {name}: half of its kept sets is missing; record it again")
-    return SamplingMask(sizes, codes)
+    return TokenSets(sizes, codes)
 
 
 def teacher_of(logprobs: np.ndarray | None, num_sampled: int, name: str) -> np.ndarray | None:
@@ -42,6 +42,6 @@ def to_top(arrays: Sequence[np.ndarray | None], num_sampled: int, name: str) -> 
             )
         return None
     try:
-        return TeacherTop(SamplingMask(sizes, codes), logprobs).check(num_sampled)
+        return TeacherTop(TokenSets(sizes, codes), logprobs).check(num_sampled)
     except ValueError as error:
         raise ValueError(f"rollout {name}: {error}; record it again") from error

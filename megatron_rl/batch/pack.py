@@ -19,8 +19,8 @@ import torch
 
 from megatron_rl.records import Rollout, check_digest
 from megatron_rl.records.packed import PackedBatch, RowState, Sample
-from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.token_sets import TokenSets, check_mask
 
 TEACHER_COLUMNS = ("teacher_logprobs", "teacher_weights")
 """Columns of micro-batches with a sequence that a teacher has scored."""
@@ -196,7 +196,7 @@ def check_routes_alike(rollouts: Sequence[Rollout]) -> None:
 
 def pack_masks(
     rollouts: Sequence[Rollout], boundaries: np.ndarray
-) -> tuple[tuple[SamplingMask, ...] | None, torch.Tensor | None]:
+) -> tuple[tuple[TokenSets, ...] | None, torch.Tensor | None]:
     """Return PackedBatch.sampling_masks, not decoded, and set_index; (None, None) where no
     rollout has a mask.
     """

@@ -47,7 +47,7 @@ from megatron_rl.engine.top_logprobs import (
     with_top_slopes,
 )
 from megatron_rl.models.spec import ModelError
-from megatron_rl.records.row_sets import KeptSets
+from megatron_rl.records.row_sets import RowSets
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""
@@ -78,9 +78,9 @@ def fused_logprobs(
     hidden: Float[Tensor, "*b t H"],
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
-    kept: KeptSets | None,
+    kept: RowSets | None,
     settings: HeadSettings,
-    top: KeptSets | None = None,
+    top: RowSets | None = None,
 ) -> TokenLogprobs:
     """Return token_logprobs of the logits hidden @ weight', differentiable in both factors.
 
@@ -171,7 +171,7 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        sets: tuple[KeptSets | None, KeptSets | None],
+        sets: tuple[RowSets | None, RowSets | None],
         shard: Shard,
         chunks: list[slice],
         head: HeadSettings,

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.engine.shards import Rows, Shard, Slopes, make_slopes, reduce_rows, write_gradient
-from megatron_rl.records.row_sets import KeptSets
+from megatron_rl.records.row_sets import RowSets
 
 
 class KeptRows(NamedTuple):
@@ -61,14 +61,14 @@ class Entries(NamedTuple):
     """bool [N] True where the id is in this rank's shard."""
 
 
-def find_entries(kept: KeptSets, rows: slice, shard: Shard) -> Entries:
+def find_entries(kept: RowSets, rows: slice, shard: Shard) -> Entries:
     part = slice(int(kept.offsets[rows.start]), int(kept.offsets[rows.stop]))
     ids = kept.ids[part]
     return Entries(ids, kept.rows[part] - rows.start, *shard.find(ids))
 
 
 def scan_kept(
-    logits: Float[Tensor, "n v"], kept: KeptSets, first: int, shard: Shard
+    logits: Float[Tensor, "n v"], kept: RowSets, first: int, shard: Shard
 ) -> Float[Tensor, "3 n"]:
     """Scan the ids of the sets alone: largest logit m, sum e, sum e * z; see shards.scan.
 
@@ -96,7 +96,7 @@ def reduce_kept(
     scanned_kept: Float[Tensor, "3 T"],
     scanned: Float[Tensor, "4 T"],
     labels: Int[Tensor, " T"],
-    kept: KeptSets,
+    kept: RowSets,
     rows: Rows,
     shard: Shard,
     dtype: torch.dtype,
@@ -116,7 +116,7 @@ def reduce_kept(
 
 def make_kept_slopes(
     saved: tuple[Tensor, ...],
-    kept: KeptSets,
+    kept: RowSets,
     grads: tuple[Tensor | None, Tensor | None],
     shard: Shard,
 ) -> tuple[Slopes | None, KeptSlopes]:
@@ -139,7 +139,7 @@ def write_kept_gradient(
     logits: Float[Tensor, "n v"],
     labels: Int[Tensor, " n"],
     slopes: tuple[Slopes, KeptSlopes],
-    kept: KeptSets,
+    kept: RowSets,
     first: int,
     shard: Shard,
 ) -> None:

@@ -37,13 +37,13 @@ from megatron_rl.engine.top_logprobs import (
     reduce_top,
     with_top_slopes,
 )
-from megatron_rl.records.row_sets import KeptSets
+from megatron_rl.records.row_sets import RowSets
 
 
 class TokenLogprobs(NamedTuple):
     """Log-probs of the labels and entropies; float32 [T] each.
 
-    S_t is the row's kept set (records/sampling_mask.py), pi~ is pi renormalised over it.
+    S_t is the row's kept set (records/token_sets.py), pi~ is pi renormalised over it.
     """
 
     logprobs: Tensor
@@ -61,14 +61,14 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     logits: Float[Tensor, "T v"],
     labels: Int[Tensor, " T"],
-    kept: KeptSets | None = None,
+    kept: RowSets | None = None,
     *,
     vocab_size: int,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     block_rows: int | None = None,
     overwrite: bool = False,
-    top: KeptSets | None = None,
+    top: RowSets | None = None,
 ) -> TokenLogprobs:
     """Return log pi(labels) and the entropy of pi = softmax(logits / temperature), both
     differentiable.
@@ -98,10 +98,10 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        kept: KeptSets | None,
+        kept: RowSets | None,
         shard: Shard,
         overwrite: bool,
-        top: KeptSets | None,
+        top: RowSets | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         dtype = compute_dtype(logits)
         scanned = scan(logits, labels, shard)

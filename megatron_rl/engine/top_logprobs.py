@@ -24,11 +24,11 @@ from torch import Tensor
 
 from megatron_rl.engine.kept_logprobs import find_entries
 from megatron_rl.engine.shards import Shard, Slopes, reduce_over_tp
-from megatron_rl.records.row_sets import KeptSets
+from megatron_rl.records.row_sets import RowSets
 
 
 def gather_top(
-    out: Float[Tensor, " N"], logits: Float[Tensor, "n v"], top: KeptSets, first: int, shard: Shard
+    out: Float[Tensor, " N"], logits: Float[Tensor, "n v"], top: RowSets, first: int, shard: Shard
 ) -> None:
     """Write the logits of the ids of rows `first` to first + n into `out`; 0 for ids of other
     ranks.
@@ -44,7 +44,7 @@ def gather_top(
 
 def reduce_top(
     gathered: Float[Tensor, " N"],
-    top: KeptSets,
+    top: RowSets,
     saved: tuple[Tensor, ...],
     shard: Shard,
     dtype: torch.dtype,
@@ -59,7 +59,7 @@ def reduce_top(
 
 
 def with_top_slopes(
-    slopes: Slopes, grad: Float[Tensor, " N"], top: KeptSets, log_sum: Tensor, shard: Shard
+    slopes: Slopes, grad: Float[Tensor, " N"], top: RowSets, log_sum: Tensor, shard: Shard
 ) -> Slopes:
     """Return the slopes over the vocabulary with - p_u sum_v g_v of every row.
 
@@ -73,7 +73,7 @@ def with_top_slopes(
 def add_top_gradient(
     out: Float[Tensor, "n v"],
     grad: Float[Tensor, " N"],
-    top: KeptSets,
+    top: RowSets,
     first: int,
     shard: Shard,
 ) -> None:

@@ -1,5 +1,5 @@
 """n_i, the divisor of loss.aggregation = kept_mean: the number of tokens of response i that the
-masks on pi_old/mu keep.  (The kept sets of top-p sampling are in records/sampling_mask.py.)
+masks on pi_old/mu keep.  (The kept sets of top-p sampling are in records/token_sets.py.)
 
 It is counted before the update, because the sequences of a response may be in several micro-batches
 and on several ranks.

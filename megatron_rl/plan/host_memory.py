@@ -17,7 +17,7 @@ from megatron_rl.plan.hardware import GIB, Hardware
 FLOAT, SIZE = 4, 2
 """Bytes of a log-prob of a teacher, and of the number of its ids."""
 MOST_CODE = 3
-"""Most bytes of one of its ids, below 2^21 (records/sampling_mask.py)."""
+"""Most bytes of one of its ids, below 2^21 (records/token_sets.py)."""
 REMEDIES = {
     "reference": "set loss.kl_coef = 0, or use more parallel.tp, pp or ep",
     "routes": "lower run.prompts_per_step or run.group_size, or use more data-parallel ranks",

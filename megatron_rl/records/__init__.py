@@ -4,7 +4,7 @@
     rollouts       Rollout, EpisodeRecord, RolloutGroup: records that were sampled
     packed         Sample, PackedBatch, MiniBatch, StepResult: records that are trained on
     row_sets       sets of ids of a micro-batch's rows
-    sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
+    token_sets     a set of ids per sampled token: kept sets (rollout.top_p, top_k, min_p)
     teacher_scores the numbers of a teacher about sampled tokens
 
 Every stage takes and returns records.  None is changed in place: `dataclasses.replace` makes a new

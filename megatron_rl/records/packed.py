@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_rl.records.rollouts import Rollout
-from megatron_rl.records.row_sets import KeptSets, TopRows
-from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.row_sets import RowSets, TopRows
 from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.token_sets import TokenSets
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PackedBatch:
     """int64 [T], version of the weights that sampled the row's label; -1 outside loss_mask."""
     rollout_ids: tuple[str, ...]
     """Ids of the sequences."""
-    sampling_masks: tuple[SamplingMask, ...] | None = None
+    sampling_masks: tuple[TokenSets, ...] | None = None
     """For every sequence the kept sets of its sampled tokens, encoded; None: none were sampled with
     top_p, top_k or min_p."""
     set_index: torch.Tensor | None = None
@@ -120,7 +120,7 @@ class PackedBatch:
     top_index: torch.Tensor | None = None
     """int64 [T], with teacher_tops: index of the row's label among the sampled tokens of all
     teacher_tops, end to end; -1 where the row has no teacher or is outside loss_mask."""
-    kept: KeptSets | None = None
+    kept: RowSets | None = None
     """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);
     None before."""
     top: TopRows | None = None

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from megatron_rl.records.prompts import Prompt
-from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
+from megatron_rl.records.token_sets import TokenSets
 
 FinishReason = Literal["stop", "length", "abort"]
 """abort: stopped early, to be continued (rollout/client/response.py).  Such a response is kept in
@@ -100,7 +100,7 @@ class Rollout:
     environment: tuple[tuple[int, int], ...] = ()
     """(start, end) of each span of `tokens` that an environment wrote after the prompt, in order;
     () for a response of one turn, which is all sampled: S = prompt_length + R."""
-    sampling_mask: SamplingMask | None = None
+    sampling_mask: TokenSets | None = None
     """The kept set S_t of each of the R sampled tokens (rollout.top_p, top_k, min_p); None: the
     entire vocabulary."""
     teacher_logprobs: np.ndarray | None = None

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from megatron_rl.records.on_device import on_device
-from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.token_sets import TokenSets
 
 BLOCK_IDS = 1 << 22
 """Ids whose logits are gathered at a time: 32 MiB of float64."""
 
 
 @dataclass(frozen=True)
-class KeptSets:
+class RowSets:
     """Sets of ids of the rows of a micro-batch, on its device: kept sets, or the most probable
     tokens of a teacher (records/teacher_scores.py).
 
@@ -49,8 +49,8 @@ class KeptSets:
 
 
 def sets_of_tokens(
-    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str = "cpu"
-) -> KeptSets:
+    masks: Sequence[TokenSets], set_index: np.ndarray, device: torch.device | str = "cpu"
+) -> RowSets:
     """Return the kept sets of the rows of a micro-batch.
 
     set_index: int [T], for every row the place of its set among the sets of all `masks`, end to
@@ -60,8 +60,8 @@ def sets_of_tokens(
 
 
 def sets_and_places(
-    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str
-) -> tuple[KeptSets, np.ndarray]:
+    masks: Sequence[TokenSets], set_index: np.ndarray, device: torch.device | str
+) -> tuple[RowSets, np.ndarray]:
     """Return `sets_of_tokens`, and int64 [N], the place of each of its ids among those of all
     `masks`, end to end.
     """
@@ -73,7 +73,7 @@ def sets_and_places(
     rows = np.repeat(np.arange(len(set_index)), row_sizes)
     first = (np.cumsum(sizes) - sizes)[set_index]  # of the token's ids in `ids`
     places = np.arange(len(rows)) - offsets[rows] + first[rows]
-    sets = KeptSets(
+    sets = RowSets(
         offsets,
         on_device(torch.from_numpy(ids[places]), device),
         on_device(torch.from_numpy(rows), device),
@@ -85,7 +85,7 @@ def sets_and_places(
 class TopRows(NamedTuple):
     """The teacher's most probable tokens of the rows of a micro-batch, on its device."""
 
-    sets: KeptSets
+    sets: RowSets
     """Rows without a teacher have none of the ids."""
     logprobs: torch.Tensor
     """float32 [N], log pi_T of the ids."""

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.token_sets import TokenSets
 
 
 @dataclass(frozen=True)
 class TeacherTop:
     """The K most probable tokens of the teacher in the place of each sampled token."""
 
-    sets: SamplingMask
+    sets: TokenSets
     """The ids of the K tokens of each of the R sampled tokens."""
     logprobs: np.ndarray
     """float32 [R * K], log pi_T of these ids, in the order of sets.ids(); not renormalised."""
@@ -26,12 +26,12 @@ class TeacherTop:
     def of(cls, ids: np.ndarray, logprobs: np.ndarray) -> TeacherTop:
         """Make it from int [R, K] and float32 [R, K], in any order in a row.
 
-        Raises ValueError for a negative id, an id twice in a row, and for a K that SamplingMask
+        Raises ValueError for a negative id, an id twice in a row, and for a K that TokenSets
         cannot hold.
         """
-        # SamplingMask stores the ids of a row in ascending order
+        # TokenSets stores the ids of a row in ascending order
         order = np.argsort(ids, axis=1)
-        sets = SamplingMask.of(np.full(len(ids), ids.shape[1]), ids.ravel())
+        sets = TokenSets.of(np.full(len(ids), ids.shape[1]), ids.ravel())
         return cls(sets, np.take_along_axis(logprobs, order, axis=1).astype(np.float32).ravel())
 
     def tobytes(self) -> bytes:

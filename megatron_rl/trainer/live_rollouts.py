@@ -130,7 +130,7 @@ class LiveRollouts(RolloutSource):
         with self.meter.time("split"):
             # before the groups are shared: all ranks of the replica must see the same ids
             named = with_unique_ids(without_routes(groups))
-            return self.share(with_routes(named, groups), prompts)
+            return self.on_every_rank(with_routes(named, groups), prompts)
 
     def give_memory_to_trainer(self) -> None:
         self.inference.give_memory_to_trainer()
@@ -218,16 +218,16 @@ class LiveRollouts(RolloutSource):
             )
             self.restarts = restarts
 
-    def progress(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "prompts": self.scheduler.prompts_state()}
 
     def files(self, *, is_step_done: bool) -> Files:
         return self.scheduler.files(is_step_done=is_step_done)
 
     def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+        self, state: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
     ) -> list[str]:
-        lines = [restore_prompts(self, self.prompts, progress)]
+        lines = [restore_prompts(self, self.prompts, state)]
         in_flight = self.scheduler.restore(checkpoint, accepted)
         return [*lines, in_flight] if in_flight else lines
 
@@ -349,17 +349,17 @@ class LiveRollouts(RolloutSource):
     def _with_penalties(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         return with_routes(with_penalties(without_routes(groups), self.cfg), groups)
 
-    def share(
+    def on_every_rank(
         self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]
     ) -> list[RolloutGroup]:
         """Return the leader's scored groups on every rank of its replica."""
         return share_groups(
             groups if self.leader is not None else None,
-            self.my_share(prompts),
+            self.prompts_of_replica(prompts),
             self.parallel.node,
         )
 
-    def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def prompts_of_replica(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of this rank's data-parallel replica."""
         return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
 
@@ -386,7 +386,7 @@ class LiveRollouts(RolloutSource):
         """Return responses for the parity check, on every rank of the replica; rewards are 0."""
         self.serve()
         groups = self.inference.generate(
-            self.my_share(prompts),
+            self.prompts_of_replica(prompts),
             num_samples,
             temperature=self.cfg.rollout.temperature,
             max_tokens=max_tokens,
@@ -397,4 +397,4 @@ class LiveRollouts(RolloutSource):
         groups = [
             replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups
         ]
-        return self.share(groups, prompts)
+        return self.on_every_rank(groups, prompts)

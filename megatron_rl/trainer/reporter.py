@@ -55,7 +55,7 @@ class Reporter:
             for name, failures in self.sinks.trackers.failures.items():
                 sums.add_total(f"track/{name}_failures_total", failures)
 
-    def progress(self) -> dict[str, dict[str, str]]:
+    def state_dict(self) -> dict[str, dict[str, str]]:
         """Return the state that a checkpoint keeps: tracker -> id of its run."""
         trackers = None if self.sinks is None else self.sinks.trackers
         return {"trackers": {} if trackers is None else trackers.ids}

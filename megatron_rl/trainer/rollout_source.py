@@ -52,14 +52,14 @@ class RolloutSource(ABC):
         """
 
     @abstractmethod
-    def progress(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint saves, as plain values."""
 
     @abstractmethod
     def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+        self, state: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
     ) -> list[str]:
-        """Continue from `progress`; return lines for the log.
+        """Continue from `state`; return lines for the log.
 
         accepted: changed settings that the user allowed.
         """
@@ -109,19 +109,17 @@ class SourceWithoutServers(RolloutSource):
     def sync_weights(self, version: int) -> None:
         self.policy_version = version
 
-    def progress(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
 
     def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+        self, state: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
     ) -> list[str]:
-        return [restore_prompts(self, self.prompts, progress)]
+        return [restore_prompts(self, self.prompts, state)]
 
 
-def restore_prompts(
-    source: RolloutSource, prompts: PromptStream, progress: Mapping[str, Any]
-) -> str:
+def restore_prompts(source: RolloutSource, prompts: PromptStream, state: Mapping[str, Any]) -> str:
     """Restore the policy version and the position in the data; return a line for the log."""
-    source.policy_version = progress["policy_version"]
-    prompts.load_state_dict(progress["prompts"])
+    source.policy_version = state["policy_version"]
+    prompts.load_state_dict(state["prompts"])
     return f"  policy version {source.policy_version}; {prompts.place()}"

@@ -98,7 +98,7 @@ class Trainer:
             if self.step_trace.trace.is_on:
                 with self.meter.between_steps("trace"):
                     self.step_trace.begin(step)
-            self.checkpoint_policy.begin(step, self._progress())
+            self.checkpoint_policy.begin(step, self._state_dict())
             yield step
 
     def _end_early(self, step: int) -> None:
@@ -295,11 +295,13 @@ class Trainer:
         with self.meter.between_steps("checkpoint"):
             is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
             files = partial(self.rollouts.files, is_step_done=True)
-            self.checkpoint_policy.end(step, self._progress(), files, is_due=is_due)
+            self.checkpoint_policy.end(step, self._state_dict(), files, is_due=is_due)
 
-    def _progress(self) -> Progress:
+    def _state_dict(self) -> Progress:
         """Return the state that a checkpoint keeps beside the engine's."""
-        return self.rollouts.progress() | self.reporter.progress() | {"evaluated": self.evaluated}
+        return (
+            self.rollouts.state_dict() | self.reporter.state_dict() | {"evaluated": self.evaluated}
+        )
 
     def is_due(self, step: int, every: int) -> bool:
         """Return True if a task with the period `every` is due after `step` finished steps, the

@@ -8,7 +8,7 @@ from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.token_sets import TokenSets
 from megatron_rl_tools.verify_replay.fingerprints import make_sample
 
 
@@ -104,5 +104,5 @@ def with_kept_sets(sample):
         [token, (token + 7) % 60, (token + 14) % 60][: 1 + i % 3]
         for i, token in enumerate(tokens.tolist())
     ]
-    mask = SamplingMask.of(np.array([len(own) for own in sets]), np.concatenate(sets))
+    mask = TokenSets.of(np.array([len(own) for own in sets]), np.concatenate(sets))
     return replace(sample, rollout=replace(sample.rollout, sampling_mask=mask))

@@ -60,7 +60,7 @@ def make_sets(labels, vocab):
     import numpy as np
 
     from megatron_rl.records.row_sets import sets_of_tokens
-    from megatron_rl.records.sampling_mask import SamplingMask
+    from megatron_rl.records.token_sets import TokenSets
 
     sizes = np.arange(len(labels)) % 4 + 1
     steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
@@ -70,7 +70,7 @@ def make_sets(labels, vocab):
         for step in range(size)
     ]
     tokens = np.where(np.arange(len(labels)) % 5 == 4, -1, np.arange(len(labels)))
-    return sets_of_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
+    return sets_of_tokens([TokenSets.of(sizes, np.array(ids))], tokens)
 
 
 def difference(got, expected):

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, check_digest
-from megatron_rl.records.sampling_mask import join_masks
+from megatron_rl.records.token_sets import join_masks
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
 from megatron_rl.rollout.client.pages import empty
 from megatron_rl.rollout.client.routed_experts import (

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from megatron_rl.records import FinishReason
-from megatron_rl.records.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.token_sets import TokenSets, check_mask
 from megatron_rl.weights.version import version_name
 
 
@@ -147,7 +147,7 @@ def checked_logprobs(logprobs: np.ndarray) -> np.ndarray:
 
 def parse_mask(
     meta: Mapping[str, object], rollout_id: str, response: np.ndarray, vocab_size: int
-) -> tuple[SamplingMask, np.ndarray]:
+) -> tuple[TokenSets, np.ndarray]:
     """Return the kept sets of the R tokens and the log-probs, float32 [R], renormalised over them,
     from the answer to SGLang's return_sampling_mask.
     """
@@ -169,7 +169,7 @@ def parse_mask(
             "bad_mask", f"{name}: ids up to {ids.max(initial=0)}, vocabulary of {vocab_size}"
         )
     try:
-        mask = SamplingMask.of(sizes, ids)
+        mask = TokenSets.of(sizes, ids)
         check_mask(rollout_id, mask, response)
     except ValueError as error:
         raise SampleDropped("bad_mask", str(error)) from error

@@ -12,8 +12,8 @@ import torch
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.records.row_sets import sets_of_tokens
-from megatron_rl.records.sampling_mask import SamplingMask
-from tests.unit.test_sampling_mask import make_mask
+from megatron_rl.records.token_sets import TokenSets
+from tests.unit.test_token_sets import make_mask
 
 
 def enumerate_sets(logits, labels, sets, vocab, temperature):
@@ -33,7 +33,7 @@ def enumerate_sets(logits, labels, sets, vocab, temperature):
 
 
 def make_case(seed, rows=24, vocab=47, most=6):
-    """(labels, sets with None where empty, KeptSets)."""
+    """(labels, sets with None where empty, RowSets)."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, vocab, rows)
     mask, sets = make_mask(rng, labels, most, vocab)
@@ -131,7 +131,7 @@ def test_every_set_of_a_small_vocabulary():
     for size in range(1, 5):
         for own in itertools.combinations(range(4), size):
             labels = torch.tensor(own)
-            mask = SamplingMask.of(np.full(size, size), np.tile(own, size))
+            mask = TokenSets.of(np.full(size, size), np.tile(own, size))
             found = token_logprobs(
                 logits.repeat(size, 1),
                 labels,
@@ -150,7 +150,7 @@ def test_every_set_of_a_small_vocabulary():
 def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_gradient():
     torch.manual_seed(0)
     logits, labels = torch.randn(5, 9).double(), torch.arange(5)
-    everything = SamplingMask.of(np.full(5, 9), np.tile(np.arange(9), 5))
+    everything = TokenSets.of(np.full(5, 9), np.tile(np.arange(9), 5))
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     got = token_logprobs(x, labels, sets_of_tokens([everything], np.arange(5)), vocab_size=9)
     expected = token_logprobs(y, labels, vocab_size=9)
@@ -161,7 +161,7 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
         torch.autograd.grad(of, at, weights)[0] for of, at in ((got.logprobs, x), (expected[0], y))
     ]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
-    alone = SamplingMask.of(np.ones(5, int), labels.numpy())
+    alone = TokenSets.of(np.ones(5, int), labels.numpy())
     x = logits.clone().requires_grad_()
     got = token_logprobs(x, labels, sets_of_tokens([alone], np.arange(5)), vocab_size=9)
     (grad,) = torch.autograd.grad(got.logprobs, x, weights)

@@ -23,7 +23,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.records.row_sets import sets_of_tokens
-from megatron_rl.records.sampling_mask import SamplingMask, join_masks
+from megatron_rl.records.token_sets import TokenSets, join_masks
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import GenerateRequest
 from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
@@ -37,7 +37,7 @@ from tests.fake_server import FakeServer
 from tests.faults.samples import SPEC, VERSION, honest_sample
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.rollout.parts import join_turns
-from tests.unit.test_sampling_mask import make_mask
+from tests.unit.test_token_sets import make_mask
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
 TRUNCATION = Truncation(0.9, 20, 0.05)
@@ -219,7 +219,7 @@ def test_packed_rows_have_the_sets_of_what_they_predict():
     with pytest.raises(ValueError, match=r"rollouts \['r4'\] have no kept sets but others"):
         pack([Sample(replace(rollouts[0], sampling_mask=None), 1.0), Sample(rollouts[1], 1.0)])
     with pytest.raises(ValueError, match="rollout r4: sampled token 0 of 4 is"):
-        swapped = SamplingMask.of(np.ones(4, int), rollouts[0].tokens[3:][::-1].copy())
+        swapped = TokenSets.of(np.ones(4, int), rollouts[0].tokens[3:][::-1].copy())
         pack([Sample(replace(rollouts[0], sampling_mask=swapped), 1.0)])
 
 
@@ -228,7 +228,7 @@ def test_check_rollouts_names_sets_of_other_tokens(fault):
     rollout = with_mask(make_rollout("r", 3, 6, routes=False))
     mask = rollout.sampling_mask
     wide = np.full(6, 2, np.uint16)
-    outside = SamplingMask.of(wide, np.stack([rollout.tokens[3:], np.full(6, 99)], 1).ravel())
+    outside = TokenSets.of(wide, np.stack([rollout.tokens[3:], np.full(6, 99)], 1).ravel())
     given = {
         "none": (mask.sizes, mask.codes),
         "half": (mask.sizes, None),

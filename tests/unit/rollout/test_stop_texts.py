@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.token_sets import TokenSets
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.recorded import RecordedTurns
@@ -54,7 +54,7 @@ def turn_of(tokens, finish_reason="length"):
         routed_experts=np.arange((size - 1) * 2, dtype=np.int16).reshape(size - 1, 1, 2),
         finish_reason=finish_reason,
         policy_versions=places // 3,
-        sampling_mask=SamplingMask.of(np.ones(count, np.int64), np.array(tokens)),
+        sampling_mask=TokenSets.of(np.ones(count, np.int64), np.array(tokens)),
     )
 
 

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
-from megatron_rl.records.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.token_sets import TokenSets, check_mask
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.sampling import Sampling
@@ -202,7 +202,7 @@ def test_a_part_of_kept_sets_is_that_of_its_tokens():
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, 6, 7)
     ids = np.concatenate([np.sort(rng.choice(40_000, size, replace=False)) for size in sizes])
-    mask, ends = SamplingMask.of(sizes, ids), np.concatenate([[0], np.cumsum(sizes)])
+    mask, ends = TokenSets.of(sizes, ids), np.concatenate([[0], np.cumsum(sizes)])
     for start in range(7):
         for stop in range(start, 8):
             part = mask.part(start, stop)

@@ -20,8 +20,8 @@ from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.known import KNOWN
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.records.teacher_scores import TeacherTop
+from megatron_rl.records.token_sets import TokenSets
 from megatron_rl.rollout.saved import recorded_rollouts, rollout_tensors
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.check_rollouts import model_sizes
@@ -44,7 +44,7 @@ def with_sets(rollout, rng):
         for token in rollout.tokens[rollout.sampled]
     ]
     return replace(
-        rollout, sampling_mask=SamplingMask.of(np.array([*map(len, sets)]), np.concatenate(sets))
+        rollout, sampling_mask=TokenSets.of(np.array([*map(len, sets)]), np.concatenate(sets))
     )
 
 
@@ -146,7 +146,7 @@ def test_both_decode_the_same_kept_sets(written):
     assert len(masks) == 3
     for sizes, codes in masks:
         ids, starts = decode_sets(sizes, codes)
-        assert np.array_equal(ids, SamplingMask(sizes, codes).ids()) and starts[0] == 0
+        assert np.array_equal(ids, TokenSets(sizes, codes).ids()) and starts[0] == 0
 
 
 DAMAGED = {
@@ -165,7 +165,7 @@ def test_both_refuse_damaged_kept_sets_in_the_same_words(damage):
         for values, kind in zip(DAMAGED[damage], (np.uint16, np.uint8), strict=True)
     )
     with pytest.raises(ValueError) as expected:
-        SamplingMask(sizes, codes).ids()
+        TokenSets(sizes, codes).ids()
     with pytest.raises(ValueError, match=f"^kept sets: {expected.value}$"):
         decode_sets(sizes, codes)
 
@@ -198,9 +198,9 @@ def test_digests_agree_for_any_layout_and_type(size, layers, of_tokens, of_ids, 
 )
 def test_kept_sets_agree_or_are_refused_alike(sets, tail, data):
     flat = np.array([id_ for kept in sets for id_ in kept], np.int64)
-    mask = SamplingMask.of(np.array([len(kept) for kept in sets], np.int64), flat)
+    mask = TokenSets.of(np.array([len(kept) for kept in sets], np.int64), flat)
     codes = np.concatenate([mask.codes, np.frombuffer(tail, np.uint8)])
-    mask = SamplingMask(mask.sizes, codes[: data.draw(st.integers(0, len(codes)))])
+    mask = TokenSets(mask.sizes, codes[: data.draw(st.integers(0, len(codes)))])
     try:
         expected = mask.ids()
     except ValueError as error:

@@ -8,7 +8,7 @@ from megatron_rl.batch.teacher_weights import check_top
 from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.records.sampling_mask import check_mask
+from megatron_rl.records.token_sets import check_mask
 from megatron_rl_tools.rehearse.rollouts import invented_samples, saved_samples
 from tests.saved_run import make_material, sections
 

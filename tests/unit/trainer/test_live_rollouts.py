@@ -405,7 +405,7 @@ def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(
     monkeypatch.setattr(live_rollouts, "share_groups", calls.note("share", ["shared"]))
     source.leader = source.leader if is_leader else None
     source.parallel.dp_rank, source.parallel.dp_size = 1, 2
-    assert source.share(["a group"], ["a", "b", "c", "d"]) == ["shared"]
+    assert source.on_every_rank(["a group"], ["a", "b", "c", "d"]) == ["shared"]
     shared = (["a group"] if is_leader else None, ["b", "d"], source.parallel.node)
     assert calls == [("share", shared, {})]
 
@@ -489,7 +489,7 @@ def test_a_finished_step_has_the_clients_totals_and_those_of_restarted_servers(l
 
 def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tmp_path):
     source, calls = live()
-    assert source.progress() == {"policy_version": 3, "prompts": {"epoch": 0}}
+    assert source.state_dict() == {"policy_version": 3, "prompts": {"epoch": 0}}
     assert [source.files(is_step_done=done)["is_step_done"] for done in (True, False)] == [
         True,
         False,

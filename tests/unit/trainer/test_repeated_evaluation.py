@@ -19,10 +19,10 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
     done = []
     cfg = SimpleNamespace(eval=SimpleNamespace(every=EVERY), run=SimpleNamespace(num_steps=STEPS))
     found = {} if is_cut else {"eval/a/avg@1": 1.0}
-    rollouts = SimpleNamespace(evaluate=lambda: found, progress=dict, policy_version=0)
+    rollouts = SimpleNamespace(evaluate=lambda: found, state_dict=dict, policy_version=0)
     policy = SimpleNamespace(note=lambda step, metrics: None)
     reporter = SimpleNamespace(
-        evaluation=lambda step, version, metrics: done.append(step), progress=dict
+        evaluation=lambda step, version, metrics: done.append(step), state_dict=dict
     )
     recording = SimpleNamespace(events=Events())
     unused = dict.fromkeys(("parallel", "engine", "saved_batches", "tokens", "step_trace"))
@@ -59,7 +59,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_the_resumed_run():
         (False, [4]),
         (False, []),
     ):  # stopped after step 4, again and again
-        trainer, done = trainer_of(*restored(trainer._progress(), 4), is_cut=is_cut)
+        trainer, done = trainer_of(*restored(trainer._state_dict(), 4), is_cut=is_cut)
         trainer.evaluate(trainer.first_step)
         assert done == expected
     trainer.evaluate(STEPS, is_last=True)

@@ -210,7 +210,7 @@ def test_a_tracker_has_the_run_that_it_continues(tmp_path, monkeypatch):
     sums = MetricSums()
     with stack:
         reporter.count(sums)
-    assert reporter.progress() == {"trackers": ids} and sums.reduce(None, "cpu") == {
+    assert reporter.state_dict() == {"trackers": ids} and sums.reduce(None, "cpu") == {
         "track/wandb_failures_total": 2.0
     }
     run = TrackedRun(
@@ -243,7 +243,7 @@ def test_a_new_run_starts_at_step_0_in_its_tracker(tmp_path):
     with stack:
         pass
     assert (MADE[0].run.id, MADE[0].run.first_step) == ("", 0)
-    assert reporter.progress() == {"trackers": {f"{__name__}:Kept": "id of demo"}}
+    assert reporter.state_dict() == {"trackers": {f"{__name__}:Kept": "id of demo"}}
 
 
 @pytest.mark.parametrize("is_rank_0", [True, False])
@@ -255,7 +255,7 @@ def test_without_trackers_and_on_other_ranks_nothing_is_sent(tmp_path, is_rank_0
         calls, sums = Calls(), MetricSums()
         reporter = Reporter(cfg, Recorded(calls, "console"), sinks, Recorded(calls, "status"))
         reporter.count(sums)
-        assert reporter.progress() == {"trackers": {}} and sums.reduce(None, "cpu") == {}
+        assert reporter.state_dict() == {"trackers": {}} and sums.reduce(None, "cpu") == {}
         if not is_rank_0:
             reporter.step(result(0), {})
             reporter.evaluation(1, 1, {})

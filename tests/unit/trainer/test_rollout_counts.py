@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.records.sampling_mask import SamplingMask
+from megatron_rl.records.token_sets import TokenSets
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.missing_routes import (
     MissingRouteCounts,
@@ -46,7 +46,7 @@ def groups():
     def response(name, size, seed, versions, reason="stop"):
         rollout = make_rollout(name, 3, size, seed=seed)
         sizes = 1 + np.arange(size) % 3
-        mask = SamplingMask.of(sizes, np.concatenate([np.arange(n) * 300 for n in sizes]))
+        mask = TokenSets.of(sizes, np.concatenate([np.arange(n) * 300 for n in sizes]))
         return replace(
             rollout, policy_versions=np.resize(np.array(versions, np.int32), size),
             sampling_mask=mask, finish_reason=reason,

@@ -76,13 +76,13 @@ def test_a_later_run_with_servers_continues_after_these_prompts(made):
     assert source.policy_version == 0
     source.sample(5)
     source.sync_weights(6)
-    progress = source.progress()
-    assert progress["policy_version"] == 6 and progress["prompts"]["position"] == 4
+    saved = source.state_dict()
+    assert saved["policy_version"] == 6 and saved["prompts"]["position"] == 4
     other, _ = made()
-    assert other.restore(progress, None, []) == [
+    assert other.restore(saved, None, []) == [
         "  policy version 6; epoch 1 of the data, after 4 of 9 prompts"
     ]
-    assert other.progress() == progress
+    assert other.state_dict() == saved
 
 
 @pytest.mark.parametrize(("is_leader", "records"), [(True, True), (True, False), (False, True)])

@@ -50,7 +50,7 @@ def made(tmp_path):
             lambda *args: SimpleNamespace(skipped=False),
         )
         rollouts = Recorded(
-            calls, "rollouts", progress={"policy_version": VERSION}, files={"name": "writer"}
+            calls, "rollouts", state_dict={"policy_version": VERSION}, files={"name": "writer"}
         )
         rollouts.policy_version, rollouts.stop = VERSION, "stop"
         tokens = Recorded(calls, "tokens", old_pass=nullcontext(), observer=OBSERVE)
@@ -59,7 +59,7 @@ def made(tmp_path):
         files.failed = 0
         saver = Recorded(calls, "saver")
         saver.unsaved = 0
-        reporter = Recorded(calls, "reporter", progress={"trackers": {"wandb": "id"}})
+        reporter = Recorded(calls, "reporter", state_dict={"trackers": {"wandb": "id"}})
         reporter.console = SimpleNamespace(
             progress=lambda *args: nullcontext(calls.append(("progress", args, {})))
         )
@@ -105,7 +105,7 @@ def test_before_each_step_the_state_is_noted_that_a_signal_saves(made):
     before_steps = [
         call
         for call in calls
-        if call[0] not in ("rollouts.progress", "reporter.progress", "rollouts.is_used_up")
+        if call[0] not in ("rollouts.state_dict", "reporter.state_dict", "rollouts.is_used_up")
     ]
     assert before_steps[:3] == [
         ("enter", ("trace", 2), {}), ("step_trace.begin", (2,), {}), ("policy.begin", (2, PROGRESS),

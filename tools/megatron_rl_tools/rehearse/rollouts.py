@@ -21,8 +21,8 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout
 from megatron_rl.records.packed import MiniBatch, Sample
-from megatron_rl.records.sampling_mask import SamplingMask, to_varints
 from megatron_rl.records.teacher_scores import TeacherScores, TeacherTop
+from megatron_rl.records.token_sets import TokenSets, to_varints
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 
 PROMPT = 3
@@ -116,7 +116,7 @@ def invented_routes(
     return ids.astype(np.uint8 if spec.num_experts <= 256 else np.int16)
 
 
-def invented_sets(spec: ModelSpec, size: int, sampled: np.ndarray) -> SamplingMask | None:
+def invented_sets(spec: ModelSpec, size: int, sampled: np.ndarray) -> TokenSets | None:
     """Return a set of `size` neighbouring ids for every sampled token, that token among them; None
     for a size of 0.
     """
@@ -125,7 +125,7 @@ def invented_sets(spec: ModelSpec, size: int, sampled: np.ndarray) -> SamplingMa
     size = min(size, spec.vocab_size)
     steps = np.ones((len(sampled), size), np.int64)
     steps[:, 0] = np.minimum(sampled, spec.vocab_size - size)
-    return SamplingMask(np.full(len(sampled), size, np.uint16), to_varints(steps.reshape(-1)))
+    return TokenSets(np.full(len(sampled), size, np.uint16), to_varints(steps.reshape(-1)))
 
 
 def saved_samples(

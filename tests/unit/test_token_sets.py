@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.records.row_sets import sets_of_tokens
-from megatron_rl.records.sampling_mask import (
-    SamplingMask,
+from megatron_rl.records.token_sets import (
+    TokenSets,
     check_mask,
     from_varints,
     join_masks,
@@ -23,7 +23,7 @@ def make_mask(rng, sampled, most=5, vocab=64):
     for token in sampled.tolist():
         others = rng.permutation(np.delete(np.arange(vocab), token))[: rng.integers(0, most)]
         sets.append(rng.permutation(np.append(others, token)))
-    return SamplingMask.of(np.array([len(own) for own in sets]), np.concatenate(sets)), sets
+    return TokenSets.of(np.array([len(own) for own in sets]), np.concatenate(sets)), sets
 
 
 def test_varints_of_every_length_come_back():
@@ -66,11 +66,11 @@ def test_sets_come_back_sorted_and_joined(seed):
 )
 def test_impossible_sets_are_refused(sizes, ids, found):
     with pytest.raises(ValueError, match=found):
-        SamplingMask.of(np.array(sizes), np.array(list(ids)))
+        TokenSets.of(np.array(sizes), np.array(list(ids)))
 
 
 def test_a_set_of_another_token_is_named_with_rollout_token_and_position():
-    mask = SamplingMask.of(np.array([2, 3, 1]), np.array([7, 9, 1, 2, 3, 40]))
+    mask = TokenSets.of(np.array([2, 3, 1]), np.array([7, 9, 1, 2, 3, 40]))
     sampled = np.array([9, 2, 40])
     assert check_mask("q/0", mask, sampled).tolist() == [7, 9, 1, 2, 3, 40]
     with pytest.raises(
@@ -80,7 +80,7 @@ def test_a_set_of_another_token_is_named_with_rollout_token_and_position():
         check_mask("q/0", mask, np.array([9, 9, 40]))
     with pytest.raises(ValueError, match="rollout q/0: 3 kept sets for 2 sampled tokens"):
         check_mask("q/0", mask, sampled[:2])
-    cut = SamplingMask(mask.sizes, mask.codes[:-1])
+    cut = TokenSets(mask.sizes, mask.codes[:-1])
     with pytest.raises(
         ValueError, match="rollout q/0: kept sets: 5 ids are encoded for 3 sets of 6"
     ):
@@ -89,7 +89,7 @@ def test_a_set_of_another_token_is_named_with_rollout_token_and_position():
         with pytest.raises(ValueError, match="another token's"):
             check_mask(
                 "q/0",
-                SamplingMask.of(np.array([2, 3, 1]), np.roll([7, 9, 1, 2, 3, 40], shift)),
+                TokenSets.of(np.array([2, 3, 1]), np.roll([7, 9, 1, 2, 3, 40], shift)),
                 sampled,
             )
 
@@ -113,7 +113,7 @@ def test_blocks_cover_all_rows_and_bound_the_ids(monkeypatch):
     monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", 6)
     sampled = np.arange(9)
     sizes = np.array([1, 5, 3, 3, 8, 1, 1, 1, 1])
-    mask = SamplingMask.of(
+    mask = TokenSets.of(
         sizes, np.concatenate([np.arange(n) + i for i, n in enumerate(sizes.tolist())])
     )
     kept = sets_of_tokens([mask], sampled)
@@ -136,6 +136,6 @@ def test_bytes_of_a_token_are_those_of_the_guide(kept, low, high):
     """
     rng = np.random.default_rng(0)
     ids = np.concatenate([rng.choice(151_936, kept, replace=False) for _ in range(500)])
-    mask = SamplingMask.of(np.full(500, kept), ids)
+    mask = TokenSets.of(np.full(500, kept), ids)
     assert low <= mask.nbytes / 500 <= high
     assert (mask.nbytes / 500 <= 0.1 * ROUTES_BYTES) == (kept <= 17)

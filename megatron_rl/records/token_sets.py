@@ -1,5 +1,5 @@
-"""The kept set S_t of every sampled token: the ids that top-k, top-p and min-p left,
-in a compact encoding.
+"""A set of ids for every sampled token of a rollout, in a compact encoding: the kept set S_t that
+top-k, top-p and min-p left, or the most probable tokens of a teacher (teacher_scores.py).
 
 A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The
 trainer computes its log-prob over the same set, log pi~(y_t) = z_t[y_t] - logsumexp_{v in S_t}
@@ -19,8 +19,8 @@ from megatron_rl.config.sections.rollout import MOST_KEPT
 
 
 @dataclass(frozen=True)
-class SamplingMask:
-    """The sets of one rollout's sampled tokens.
+class TokenSets:
+    """A set of ids for each sampled token of one rollout.
 
     A set of n ids takes 2 bytes and 1 to 3 bytes an id: results/sampling.md.
     """
@@ -40,7 +40,7 @@ class SamplingMask:
         return self.sizes.nbytes + self.codes.nbytes
 
     @classmethod
-    def of(cls, sizes: np.ndarray, ids: np.ndarray) -> SamplingMask:
+    def of(cls, sizes: np.ndarray, ids: np.ndarray) -> TokenSets:
         """Make it from sizes int [R] and ids int [N] of set after set, in any order in a set.
 
         Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id
@@ -67,12 +67,12 @@ class SamplingMask:
             )
         return cls(sizes.astype(np.uint16), to_varints(steps))
 
-    def part(self, start: int, stop: int) -> SamplingMask:
+    def part(self, start: int, stop: int) -> TokenSets:
         """Return the sets of tokens start..stop."""
         ends = np.concatenate([[0], np.flatnonzero(self.codes < 128) + 1])  # of the ids in `codes`
         places = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         first, last = ends[places[[start, stop]]]
-        return SamplingMask(self.sizes[start:stop], self.codes[first:last])
+        return TokenSets(self.sizes[start:stop], self.codes[first:last])
 
     def ids(self) -> np.ndarray:
         """int64 [N], ascending within a set.
@@ -90,15 +90,15 @@ class SamplingMask:
         return total - np.repeat(total[first] - steps[first], self.sizes)
 
 
-def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
+def join_masks(parts: Sequence[TokenSets]) -> TokenSets:
     """Return the sets of the tokens of all `parts`, in order."""
-    return SamplingMask(
+    return TokenSets(
         np.concatenate([part.sizes for part in parts]),
         np.concatenate([part.codes for part in parts]),
     )
 
 
-def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray:
+def check_mask(name: str, mask: TokenSets, sampled: np.ndarray) -> np.ndarray:
     """Return the ids int64 [N] of `mask`, which must belong to the tokens `sampled` int [R] of
     rollout `name`.
 
@@ -133,7 +133,7 @@ def first_of_sets(sizes: np.ndarray) -> np.ndarray:
 
 
 def to_varints(values: np.ndarray) -> np.ndarray:
-    """Encode int64 [N], none negative, as uint8 [bytes]; see SamplingMask.codes."""
+    """Encode int64 [N], none negative, as uint8 [bytes]; see TokenSets.codes."""
     lengths = np.ones(len(values), np.int64)
     # one byte more for every value with bits beyond those that fit
     while (more := values >> (7 * lengths)).any():
