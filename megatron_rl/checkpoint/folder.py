@@ -181,6 +181,14 @@ def origin_of(folder: Path) -> str | None:
         return None
 
 
+def value_of(checkpoint: Path, metric: str | None) -> float | None:
+    """Return the value of `metric` with which a checkpoint was saved; None: not known."""
+    for item in checkpoints(checkpoint.parent):
+        if item.path == checkpoint and item.metric in (None, metric):
+            return item.value
+    return None
+
+
 def read_state(checkpoint: Path) -> State:
     """Read state.json.  Raises CheckpointError where the file is not a JSON object."""
     file = checkpoint / STATE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isfinite, nan
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from megatron_rl.checkpoint.folder import (
     Progress,
     choose_checkpoint,
     origin,
+    value_of,
     write_text,
 )
 from megatron_rl.config.renamed import new_metric
@@ -57,6 +59,8 @@ class CheckpointPolicy:
         self._events = events or Events()
         self._before_save = before_save
         self._saved_step: int | None = None
+        self._saved_value: float | None = None
+        """Value of checkpoint.best_metric in the checkpoint of `_saved_step`."""
         self._stop: StopSignal | None = None
         self._start: Snapshot | None = None
         """State at the start of this step."""
@@ -110,11 +114,20 @@ class CheckpointPolicy:
         """Wait until a background save is complete."""
         self.checkpointer.wait()
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember metrics of the weights after `step` finished steps (checkpoint.best_metric)."""
+    def note(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Remember metrics of the weights after `step` finished steps (checkpoint.best_metric).
+
+        Returns True if these weights were saved before that metric was known, as a signal had ended
+        their evaluation: then they must be saved again, or a better checkpoint could be removed.
+        """
         # several reporters note metrics of one step
         known = self._measured[1] if self._measured[0] == step else {}
         self._measured = step, known | dict(metrics)
+        value = metrics.get(self.checkpointer.cfg.best_metric or "", nan)
+        lacks_value = step == self._saved_step and self._saved_value is None and isfinite(value)
+        if lacks_value:
+            self._saved_step = None
+        return lacks_value
 
     def add_previous_totals(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add what earlier processes counted to the metrics that count since the run's first start.
@@ -147,6 +160,7 @@ class CheckpointPolicy:
         # a checkpoint of another run's folder is not saved here yet
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
+            self._saved_value = from_rank_0(lambda: value_of(Path(name), cfg.best_metric))
         self._totals = self._carried = {
             new_metric(k): total for k, total in restored.progress["totals"].items()
         }
@@ -177,7 +191,7 @@ class CheckpointPolicy:
             self._before_save()
             with self._events.timed("checkpoint", snapshot.step, f"after step {snapshot.step}"):
                 self.checkpointer.save(snapshot)
-            self._saved_step = snapshot.step
+            self._saved_step, self._saved_value = snapshot.step, snapshot.value
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
         (has_files,) = all_reduce_ints(

@@ -28,16 +28,15 @@ class Sinks:
     """
 
     def __init__(
-        self, run_dir: Path, trackers: Trackers | None = None, *, first_step: int | None = None
+        self, run_dir: Path, trackers: Trackers | None = None, *, last_step: int | None = None
     ) -> None:
-        """first_step: finished steps at the start of a run; None: no line is removed."""
+        """last_step: lines of steps after this one are removed, all for -1; None: no line is."""
         run_dir.mkdir(parents=True, exist_ok=True)
         path = RunFolder(run_dir).metrics
         # a killed run may have left half a line, to which the first new line would be joined
         cut_partial_line(path)
-        if first_step is not None:
-            # a run from the start repeats the evaluation before its first step, too
-            forget_later_steps(path, first_step or -1)
+        if last_step is not None:
+            forget_later_steps(path, last_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self.trackers = trackers
 

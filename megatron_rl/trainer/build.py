@@ -94,12 +94,12 @@ def start_trainer(
         # the state of a checkpoint, before any weights are sent
         services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
         policy = make_policy(cfg, services, engine, source)
-        start = resume(policy, source, console)
+        start = resume(cfg, policy, source, console)
         # until the first step begins, events belong to the last finished one
         services.meter.step = start.first_step - 1
         reporter = make_reporter(cfg, services, parallel, start, stack)
         # from here on events say when and why the run stops; then the first weight sync and parity
-        stack.enter_context(recording.run(start.first_step, services.meter))
+        stack.enter_context(recording.run(start.first_step, services.meter, is_new=start.is_new))
         source.start(start.first_step)
         # last: what exists now lives until the end, and is left out of collections
         stack.callback(postpone_full_collections())
@@ -285,7 +285,9 @@ def make_reporter(
     """
     console, sinks = services.console, None
     if parallel.rank == 0:
-        sinks = make_sinks(cfg, stack, console.log, start.tracker_ids, start.first_step)
+        sinks = make_sinks(
+            cfg, stack, console.log, start.tracker_ids, start.first_step, is_new=start.is_new
+        )
         forget_steps(cfg.run_dir, start.first_step, parallel.dp_size)
     return Reporter(cfg, console, sinks, services.status)
 
@@ -331,24 +333,37 @@ class StartPoint(NamedTuple):
     first_step: int = 0
     """Number of finished steps; 0 without a checkpoint."""
     evaluated: int = -1
-    """Number of finished steps at the last complete evaluation; -1 before any."""
+    """Number of finished steps at this run's last complete evaluation; -1 before any."""
     tracker_ids: Mapping[str, str] = {}
     """Tracker -> id of its run; empty where the checkpoint is another run's."""
+    is_new: bool = True
+    """True if no checkpoint was loaded."""
 
 
-def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> StartPoint:
-    """Continue from a checkpoint, as [checkpoint] says."""
+def resume(
+    cfg: Config, policy: CheckpointPolicy, source: RolloutSource, console: Console
+) -> StartPoint:
+    """Continue from a checkpoint, as [checkpoint] says.
+
+    Raises ValueError where it has more finished steps than run.num_steps: the run would end at
+    once, and save these weights as those of an earlier step.
+    """
     restored = policy.resume()
     if restored is None:
         return StartPoint()
+    if restored.step > cfg.run.num_steps:
+        raise ValueError(
+            f"run.num_steps = {cfg.run.num_steps}: {restored.path} has {restored.step} finished"
+            " steps; raise it to at least that, or choose another checkpoint by checkpoint.load"
+        )
     lines = source.restore(restored.progress, restored.path, restored.accepted)
     log_lines(console, [*restored.lines, *lines])
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()
-    # older checkpoints do not say when they evaluated
-    evaluated = restored.progress.get("evaluated", restored.step)
-    # a checkpoint of another run starts a new run in the trackers
+    # a checkpoint of another run starts a new run, in the trackers too; older checkpoints do not
+    # say when they evaluated
+    evaluated = restored.progress.get("evaluated", restored.step) if is_ours else -1
     tracker_ids = restored.progress.get("trackers", {}) if is_ours else {}
-    return StartPoint(restored.step, evaluated, tracker_ids)
+    return StartPoint(restored.step, evaluated, tracker_ids, is_new=False)
 
 
 def quiet_libraries() -> None:

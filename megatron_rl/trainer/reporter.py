@@ -144,10 +144,13 @@ def make_sinks(
     log: Callable[[str], None],
     ids: Mapping[str, str],
     first_step: int,
+    *,
+    is_new: bool,
 ) -> Sinks:
     """Write config.toml; return the writers of metrics.jsonl and of the trackers.
 
     ids: tracker -> id of the run that it continues after `first_step` steps (Trackers).
+    is_new: the run begins, and repeats the evaluation before its first step.
     """
     RunFolder(cfg.run_dir).config.write_text(dump_config(cfg))
     track, trackers = cfg.track, None
@@ -163,4 +166,5 @@ def make_sinks(
             versions=versions(),
         )
         trackers = Trackers(track, run, log, ids)
-    return stack.enter_context(Sinks(cfg.run_dir, trackers, first_step=first_step))
+    last_step = -1 if is_new else first_step
+    return stack.enter_context(Sinks(cfg.run_dir, trackers, last_step=last_step))

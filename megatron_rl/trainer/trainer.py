@@ -270,11 +270,13 @@ class Trainer:
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
         """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
-        An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  One that
-        the checkpoint of a resumed run records is not repeated, except at the end.
+        An evaluation is due before the first step of a run, every eval.every steps, and at the end
+        (is_last).  One that the checkpoint of a resumed run records is not repeated, except at the
+        end.
         """
-        is_due = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
-        if not (is_last or is_due):
+        is_first = step == self.first_step and self.evaluated < 0
+        is_due = step != self.evaluated and self.is_due(step, self.cfg.eval.every)
+        if not (is_last or is_first or is_due):
             return
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
@@ -284,8 +286,10 @@ class Trainer:
                 self.recording.events.add(
                     "evaluation", step, evaluation_text(metrics), time.monotonic() - start
                 )
-                self.checkpoint_policy.note(step, metrics)
+                lacks_value = self.checkpoint_policy.note(step, metrics)
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
+                if lacks_value:
+                    self.save(step, is_last=True)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Save a checkpoint after `step` finished steps, if due or if a signal came.

@@ -44,13 +44,12 @@ class Recording:
         )
 
     @contextmanager
-    def run(self, first_step: int, meter: StepMeter) -> Iterator[None]:
+    def run(self, first_step: int, meter: StepMeter, *, is_new: bool) -> Iterator[None]:
         """Add an event where the run starts or continues, and one with the reason where it ends."""
-        self.events.add(
-            "resume" if first_step else "start",
-            first_step,
-            f"after step {first_step}" if first_step else "",
-        )
+        if is_new:
+            self.events.add("start", first_step, "")
+        else:
+            self.events.add("resume", first_step, f"after step {first_step}")
         try:
             yield
         except BaseException as error:  # signals and interrupts are reasons, too

@@ -27,13 +27,13 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_checkpoint(folder, step=1, seed=0):
+def make_checkpoint(folder, step=1, seed=0, **facts):
     rng = random.Random(seed)
     temporary = temporary_folder(folder, step)
     for name, size in SIZES.items():
         (temporary / name).write_bytes(rng.randbytes(size))
     text = manifest_text(
-        digest_files(temporary, SIZES), {"step": step, "serial": step, "value": None}
+        digest_files(temporary, SIZES), {"step": step, "serial": step, "value": None} | facts
     )
     write_text(temporary / MANIFEST, text)
     return commit(temporary, step)

@@ -3,6 +3,7 @@ is chosen.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -74,6 +75,39 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
         (5, None),
         (7, None),
     ], "7 has other weights than the 0.7 of step 6"
+
+
+def test_weights_are_saved_again_when_their_metric_is_known_later(checkpoint_policy):
+    """A signal ended the evaluation, and the resumed run has repeated it."""
+    policy, name = checkpoint_policy, "eval/a/avg@1"
+    policy.save(4, {})
+    assert not policy.note(4, {"train/loss": 1.0}) and not policy.note(4, {name: math.nan})
+    policy.save(4, {})
+    assert policy.note(4, {name: 0.5})
+    policy.save(4, {})
+    assert not policy.note(4, {name: 0.5}), "saved with it"
+    policy.save(4, {})
+    assert [(saved.step, saved.value) for saved in policy.checkpointer.saved] == [
+        (4, None),
+        (4, 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacks"),
+    [
+        ({}, True),
+        ({"value": 0.5}, False),
+        ({"value": 0.5, "metric": "eval/a/avg@1"}, False),
+        ({"value": 0.5, "metric": "eval/b/avg@1"}, True),
+    ],
+)
+def test_a_resumed_checkpoint_is_saved_again_where_it_lacks_the_metric(
+    checkpoint_policy, facts, lacks
+):
+    make_checkpoint(checkpoint_policy.checkpointer.folder, 3, **facts)
+    assert checkpoint_policy.resume() is not None
+    assert checkpoint_policy.note(3, {"eval/a/avg@1": 0.5}) == lacks
 
 
 def test_totals_continue_from_the_checkpoint(checkpoint_policy):

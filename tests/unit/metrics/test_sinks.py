@@ -32,7 +32,7 @@ def test_resuming_appends_and_the_last_value_of_a_step_counts(tmp_path):
         sinks.write(StepResult(1, 2, {"a": 2.0}))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "policy_ver')  # killed while writing
-    with Sinks(tmp_path, first_step=2) as sinks:
+    with Sinks(tmp_path, last_step=2) as sinks:
         sinks.write(StepResult(1, 2, {"a": 3.0}))
         sinks.write(StepResult(1, 2, {"eval/x/avg@4": 0.5}))
     assert [(r.step, r.metrics) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
@@ -50,8 +50,8 @@ def test_a_broken_line_is_named(tmp_path, line):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(("first_step", "left"), [(0, []), (1, [-1, 0]), (2, [-1, 0, 1])])
-def test_steps_that_are_trained_again_are_forgotten(tmp_path, first_step, left):
+@pytest.mark.parametrize(("last_step", "left"), [(-1, []), (0, [-1]), (1, [-1, 0])])
+def test_steps_that_are_trained_again_are_forgotten(tmp_path, last_step, left):
     """Metrics of the earlier attempt alone must not stay, nor its steps beyond the new end."""
     with Sinks(tmp_path) as sinks:
         sinks.write(StepResult(-1, 0, {"eval/x/avg@4": 0.5}))
@@ -59,7 +59,7 @@ def test_steps_that_are_trained_again_are_forgotten(tmp_path, first_step, left):
             sinks.write(StepResult(step, 1, {"a": 1.0, "only/then_total": 7.0}))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("not a line of ours\n")
-    with Sinks(tmp_path, first_step=first_step):
+    with Sinks(tmp_path, last_step=last_step):
         pass
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] - 1 for line in lines[:-1]] == left

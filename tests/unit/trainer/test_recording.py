@@ -37,7 +37,7 @@ def test_a_run_says_where_it_starts_and_why_it_ends(
     path, meter = tmp_path / "events.jsonl", SimpleNamespace(step=first_step - 1)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(type(error)) if error else ExitStack())
-        with Recording(None, Events(path)).run(first_step, meter):
+        with Recording(None, Events(path)).run(first_step, meter, is_new=not first_step):
             assert events_of(path) == [first_event]
             meter.step = 6
             if error:

@@ -20,7 +20,7 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
     cfg = SimpleNamespace(eval=SimpleNamespace(every=EVERY), run=SimpleNamespace(num_steps=STEPS))
     found = {} if is_cut else {"eval/a/avg@1": 1.0}
     rollouts = SimpleNamespace(evaluate=lambda: found, state_dict=dict, policy_version=0)
-    policy = SimpleNamespace(note=lambda step, metrics: None)
+    policy = SimpleNamespace(note=lambda step, metrics: False)
     reporter = SimpleNamespace(
         evaluation=lambda step, version, metrics: done.append(step), state_dict=dict
     )
@@ -40,12 +40,17 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
     return trainer, done
 
 
+def config(num_steps=STEPS):
+    return SimpleNamespace(run=SimpleNamespace(num_steps=num_steps))
+
+
 def restored(progress, step):
     found = SimpleNamespace(
         progress=progress, step=step, path=Path("a/step"), accepted=[], lines=[]
     )
     policy = SimpleNamespace(resume=lambda: found, checkpointer=SimpleNamespace(folder=Path("a")))
-    return resume(policy, SimpleNamespace(restore=lambda *arguments: []), None)[:2]
+    source = SimpleNamespace(restore=lambda *arguments: [])
+    return resume(config(), policy, source, None)[:2]
 
 
 def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_the_resumed_run():
@@ -76,7 +81,7 @@ def test_a_resumed_run_repeats_no_evaluation():
         trainer, done = trainer_of(*restored(progress, step))
         trainer.evaluate(trainer.first_step)
         assert not done
-    assert resume(SimpleNamespace(resume=lambda: None), None, None) == (0, -1, {})
+    assert resume(config(), SimpleNamespace(resume=lambda: None), None, None) == (0, -1, {}, True)
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -91,11 +96,34 @@ def test_trackers_continue_their_runs_from_a_checkpoint_of_the_same_run_alone(tm
         Recorded(calls, "source", restore=["another line"]),
         Recorded(calls, "console"),
     )
-    assert resume(policy, source, console) == (4, 2, {"wandb": "id"} if is_ours else {})
+    expected = (4, 2, {"wandb": "id"}, False) if is_ours else (4, -1, {}, False)
+    assert resume(config(), policy, source, console) == expected
     assert calls == [
         ("source.restore", (progress, tmp_path / "step", ["a"]), {}), ("console.log", ("a line",),
         {}),
         ("console.log", ("another line",), {}),
     ]  # fmt: skip
     checkpoint.progress = {}
-    assert resume(policy, source, console) == (4, 4, {}), "older checkpoints hold neither"
+    # older checkpoints hold neither
+    assert resume(config(), policy, source, console) == (4, 4 if is_ours else -1, {}, False)
+    # the steps are not trained again under other numbers
+    assert resume(config(4), policy, source, console).first_step == 4
+    with pytest.raises(ValueError, match=r"run\.num_steps = 3: .*step has 4 finished steps; raise"):
+        resume(config(3), policy, source, console)
+
+
+def test_a_run_from_the_checkpoint_of_another_evaluates_its_own_sets_before_its_first_step():
+    trainer, done = trainer_of(3, -1)
+    for step in (3, 4, 5):
+        trainer.evaluate(step)
+    assert done == [3, 4]
+
+
+@pytest.mark.parametrize("lacks_value", [False, True])
+def test_a_checkpoint_without_the_metric_of_the_repeated_evaluation_is_written_again(lacks_value):
+    trainer, _ = trainer_of(4, 2)
+    trainer.checkpoint_policy = SimpleNamespace(note=lambda step, metrics: lacks_value)
+    calls = []
+    trainer.save = lambda step, *, is_last: calls.append((step, is_last))
+    trainer.evaluate(4)
+    assert calls == [(4, True)] * lacks_value

@@ -74,7 +74,7 @@ def tracked(cfg, ids=None, first_step=0):
     """(what closes its files, a reporter, the calls of its console, those of its status)."""
     MADE.clear()
     stack, console, status = ExitStack(), Calls(), Calls()
-    sinks = make_sinks(cfg, stack, print, ids or {}, first_step)
+    sinks = make_sinks(cfg, stack, print, ids or {}, first_step, is_new=first_step == 0)
     return (
         stack,
         Reporter(cfg, Recorded(console, "console"), sinks, Recorded(status, "status")),
@@ -246,11 +246,25 @@ def test_a_new_run_starts_at_step_0_in_its_tracker(tmp_path):
     assert reporter.state_dict() == {"trackers": {f"{__name__}:Kept": "id of demo"}}
 
 
+@pytest.mark.parametrize(("is_new", "steps"), [(True, []), (False, [0])])
+def test_a_run_resumed_at_step_0_keeps_the_evaluation_before_its_first_step(
+    tmp_path, is_new, steps
+):
+    cfg = config(tmp_path, to=[])
+    (cfg.run_dir / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "policy_version": 0}}\n' for step in (0, 1))
+    )
+    with ExitStack() as stack:
+        make_sinks(cfg, stack, print, {}, 0, is_new=is_new)
+    lines = (cfg.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == steps
+
+
 @pytest.mark.parametrize("is_rank_0", [True, False])
 def test_without_trackers_and_on_other_ranks_nothing_is_sent(tmp_path, is_rank_0):
     cfg = config(tmp_path, to=[])
     with ExitStack() as stack:
-        sinks = make_sinks(cfg, stack, print, {}, 0) if is_rank_0 else None
+        sinks = make_sinks(cfg, stack, print, {}, 0, is_new=True) if is_rank_0 else None
         assert sinks is None or sinks.trackers is None
         calls, sums = Calls(), MetricSums()
         reporter = Reporter(cfg, Recorded(calls, "console"), sinks, Recorded(calls, "status"))

@@ -64,7 +64,9 @@ def start(monkeypatch, tmp_path):
         status, watchdog = SimpleNamespace(urls=tuple), Recorded(calls, "watchdog")
         source = SimpleNamespace(give_memory_to_trainer="release", start=calls.note("source.start"))
         recording = SimpleNamespace(files="files", events="events")
-        recording.run = lambda first, meter: entered(f"recording after {first}, {meter.step}")
+        recording.run = lambda first, meter, is_new: entered(
+            f"recording after {first}, {meter.step}, {is_new}"
+        )
         step_trace = SimpleNamespace(trace="trace")
         cfg = config(tmp_path, **sections)
         cfg = cfg.model_copy(update={"megatron": SimpleNamespace(fields=fields)})
@@ -87,7 +89,7 @@ def start(monkeypatch, tmp_path):
             "make_source": source,
             "Checkpointer": "checkpointer",
             "CheckpointPolicy": "policy",
-            "resume": build.StartPoint(FIRST_STEP, EVALUATED, IDS),
+            "resume": build.StartPoint(FIRST_STEP, EVALUATED, IDS, is_new=False),
             "make_sinks": "sinks",
             "forget_steps": None,
             "Reporter": "reporter",
@@ -142,10 +144,10 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "watchdog.enter", "Engine", "make_moments", "compatibility_line", "untested",
         "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
         "resume", "make_sinks",
-        "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
+        "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}, False",
         "source.start", "postpone",
         "SavedBatches", "TokenRecorder", "yielded", "collect again",
-        f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
+        f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}, False",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
     cfg, parallel, meter = parts.cfg, parts.parallel, made["meter"]
@@ -166,9 +168,10 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         ((parts.Engine, cfg.run_dir / "checkpoints", console.log, "progress"), {})
     ]
     assert calls.named("CheckpointPolicy") == [(("checkpointer", "release", "events"), {})]
-    assert calls.named("resume") == [(("policy", parts.make_source, console), {})]
-    ((sinks_cfg, _, log, ids, first), _), *_ = calls.named("make_sinks")
+    assert calls.named("resume") == [((cfg, "policy", parts.make_source, console), {})]
+    ((sinks_cfg, _, log, ids, first), settings), *_ = calls.named("make_sinks")
     assert (sinks_cfg, log, ids, first) == (cfg, console.log, IDS, FIRST_STEP)
+    assert settings == {"is_new": False}
     assert calls.named("forget_steps") == [((cfg.run_dir, FIRST_STEP, 3), {})]
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
