@@ -67,7 +67,9 @@ def plan_slots(
         )
     # a sequence above the cap takes one micro-batch, like one at the cap
     least_rows = sum(min(rows, work.max_rows) for rows in work.rows)
-    fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
+    # no two sequences above half of the cap fit into one micro-batch
+    num_long = sum(2 * rows > work.max_rows for rows in work.rows)
+    fewest = max(-(-least_rows // (work.max_rows * replicas)), -(-num_long // replicas), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
     # `fewest` may exceed `most`: then only `most` is tried, the largest number that leaves none
     # empty

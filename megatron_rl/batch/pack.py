@@ -80,7 +80,8 @@ def pack(
     sequence with fewer tokens than rows is followed by pads.  No real token attends to a pad.
     mask_missing_routes: the token that a row without a route predicts is left out of the loss mask.
     response_lengths and the counts that divide the loss still include it, so that the weight of all
-    other tokens does not change.
+    other tokens does not change; kept_mean alone, which divides by the tokens that stay, leaves it
+    out.
     The last row of every sequence, and rows without a route, are RowState.LIVE.  Raises ValueError
     where arrays do not match the tokens in length, or routes do not match them by their digest.
     """

@@ -46,6 +46,9 @@ ELSEWHERE = {
     "parallel.layers_per_stage": (
         "pipeline_model_parallel_layout",
         "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
     ),
     "optim.lr": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
     "optim.beta1 or optim.beta2": ("adam_beta1", "adam_beta2"),
@@ -63,6 +66,7 @@ OTHER_MODEL = (
     "attention_output_gate",
     "glu_linear_offset",
     "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
     "moe_apply_probs_on_input",
     "moe_latent_size",
     "moe_mlp_glu_interleave_size",
@@ -91,6 +95,9 @@ NOT_POSSIBLE = {
     "moe_router_force_biased": "every pass would add another random bias to the router's scores",
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
     "num_distributed_optimizer_instances": "process groups are those of one instance",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "every micro-batch of a step is recomputed alike; choose how much by model.recompute"
+    ),
     "optimizer": "checkpoints and the memory plan are those of adam",
     "optimizer_cuda_graph": (
         "core's own training loop captures that graph; here no step would be replayed from one"
@@ -101,6 +108,8 @@ NOT_POSSIBLE = {
     "overlap_param_gather_with_optimizer_step": (
         "the old-logprob pass would read weights that are not gathered yet"
     ),
+    "qk_clip": "core's own training loop clips after each update; here nothing would",
+    "test_mode": "it is for core's own tests of kernels",
     "use_layer_wise_distributed_optimizer": (
         "it is of optimizers other than adam; optim.distributed shards adam's state"
     ),

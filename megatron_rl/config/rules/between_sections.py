@@ -27,6 +27,12 @@ def section_problems(cfg: AllSections) -> Iterator[str]:
             "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device "
             "= cpu"
         )
+    if "recompute_modules" in cfg.megatron.fields and cfg.model.recompute != "selective":
+        yield (
+            f"megatron.recompute_modules has no effect with model.recompute = {cfg.model.recompute}"
+            ": core reads it with selective recompute alone; remove it, or set model.recompute = "
+            "selective"
+        )
 
 
 def staleness_problems(cfg: AllSections) -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.batch import balance
 from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Work, assign, fill_slot, plan_padded, plan_slots
 from megatron_rl.batch.locality import assign_pods
@@ -106,6 +107,18 @@ def test_too_few_sequences_are_refused():
         ValueError, match=r"5 sequences do not fit into 2 micro-batches of 10 rows on each of 2"
     ):
         plan_slots(Work([9] * 5, 10, 0), 2)
+
+
+def test_sequences_above_half_of_the_cap_are_counted_before_plans_are_tried(monkeypatch):
+    """As where most responses end at half of the cap: every plan takes a tenth of a second."""
+    tried, plan = [], balance.plan_packed
+    monkeypatch.setattr(
+        balance,
+        "plan_packed",
+        lambda work, count, *rest: tried.append(count) or plan(work, count, *rest),
+    )
+    slots = plan_slots(Work([51] * 60 + [10] * 40, 100, 0), 2)
+    assert tried == [30] == [len(slots)]
 
 
 def drawn_lengths(kind, seed):

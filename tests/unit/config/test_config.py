@@ -210,6 +210,10 @@ def test_broken_toml_names_file_and_line(toml):
             ("model.recompute_layers = 2", "no effect with model.recompute = none"),
         ),
         (
+            {"megatron": {"recompute_modules": ["moe"]}},
+            ("recompute_modules has no effect with model.recompute = none", "= selective"),
+        ),
+        (
             {"loss": {"kl_estimator": "k1"}},
             ("kl_estimator = k1 has no effect with loss.kl_coef = 0", "set loss.kl_coef"),
         ),
@@ -477,6 +481,7 @@ def test_fields_of_megatron_core_are_kept_as_written(tmp_path):
         " true\nbucket_size = 7\n"
     )
     options = ["--megatron.overlap_grad_reduce", "--megatron.recompute_modules", "moe", "core_attn"]
+    options += ["--model.recompute", "selective"]
     config = load_config(path, [*options, "--megatron.bucket_size=9"])
     assert config.megatron.fields == {
         "moe_permute_fusion": True, "bucket_size": "9", "overlap_grad_reduce": True,

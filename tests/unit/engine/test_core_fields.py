@@ -70,6 +70,12 @@ def test_a_name_of_two_configurations_sets_both():
             {"overlap_param_gather": True},
             r"would read weights that are not gathered yet; remove it",
         ),
+        (
+            {"num_layers_in_last_pipeline_stage": 1},
+            r"set parallel\.layers_per_stage instead",
+        ),
+        ({"linear_attention_freq": 2}, "another model than the checkpoint's"),
+        ({"num_microbatches_with_partial_activation_checkpoints": 1}, "every micro-batch"),
         ({"bf16": True}, r"set model\.dtype instead"),
         ({"lr": 1e-3}, r"set optim\.lr instead"),
         ({"bucket_size": "x"}, r"megatron\.bucket_size = 'x': must be a valid integer"),

@@ -69,8 +69,9 @@ NEEDS_TE = ("moe_permute_fusion", "fp8", "use_precision_aware_optimizer")
 
 
 def settings(fields, **rollout):
+    recompute = {"recompute": "selective"} if "recompute_modules" in fields else {}
     sections = {
-        "model": {"path": "qwen3-30b-a3b", "layer_spec": "transformer_engine"},
+        "model": {"path": "qwen3-30b-a3b", "layer_spec": "transformer_engine"} | recompute,
         "data": {"train": "x"},
         "parallel": {"tp": 2, "ep": 4, "etp": 1},
         "rollout": rollout,

@@ -163,6 +163,9 @@ def runs(draw):
         "router_dtype": draw(st.sampled_from(["fp32", "fp64", "model"])),
         "layer_spec": draw(st.sampled_from(["auto", "local"])),
     }
+    megatron = draw(st.sampled_from(MEGATRON)) if draw(st.integers(0, 2)) == 0 else {}
+    if "recompute_modules" in megatron:
+        model["recompute"] = "selective"
     if model["recompute"] in ("full", "block"):
         model["recompute_layers"] = draw(st.integers(1, 3))
     replay = {"mode": draw(st.sampled_from(["none", "R2", "R3"])), "measure": draw(st.booleans())}
@@ -179,7 +182,7 @@ def runs(draw):
         },
         "optim": {"distributed": draw(st.booleans())},
         "rollout": {"urls": ["http://server:30000"]},
-        "megatron": draw(st.sampled_from(MEGATRON)) if draw(st.integers(0, 2)) == 0 else {},
+        "megatron": megatron,
     }
     return hf, sections, draw(st.integers(1, 2)), draw(st.integers(0, 1 << 20))
 

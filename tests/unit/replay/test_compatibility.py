@@ -315,7 +315,8 @@ def test_the_dry_run_refuses_fields_of_core_as_the_engine_does(fields, message):
 
 def test_fields_of_core_reach_its_configuration():
     cfg = configuration(
-        megatron={"recompute_modules": ["moe", "core_attn"], "moe_permute_fusion": False}
+        model={"recompute": "selective"},
+        megatron={"recompute_modules": ["moe", "core_attn"], "moe_permute_fusion": False},
     )
     core = make_transformer_config(
         make_spec(HF), cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields
