@@ -77,7 +77,8 @@ def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
 
 
 def draw_reward(axis: Axes, results: Results) -> None:
-    draw_lines(axis, results, [("rollout/reward_mean", BLUE, "training prompts")])
+    lines = [("rollout/reward_mean", BLUE, "training prompts"), ("sft/loss", BLUE, "loss of SFT")]
+    draw_lines(axis, results, lines)
     for color, name in zip((ORANGE, GREEN, RED, PURPLE), evaluations(results), strict=False):
         steps, values = series(results, name)
         label = name.removeprefix("eval/").replace("/", " ")
@@ -258,10 +259,10 @@ FIRST_ORDER: tuple[Line, ...] = (
     ("first_order/staleness_p95", ORANGE, "p95, pi / pi_old"),
 )
 PANELS: dict[str, Callable[[Axes, Results], None]] = {
-    "Reward": draw_reward,
+    "Reward, or the loss of SFT": draw_reward,
     "Policy entropy (nats per token)": partial(draw_from_zero, line=("train/entropy", PURPLE, "")),
     "Training-inference discrepancy, KL(mu, pi_old) per token": draw_discrepancy,
-    "First-order error: |prod(1+d) - (1 + sum d)| per response": partial(
+    "First-order error: |prod(1+d) - (1 + sum d)| per sequence": partial(
         draw_log_lines, lines=FIRST_ORDER
     ),
     "Std of the staleness log pi/pi_old, by mini-batch": draw_staleness,

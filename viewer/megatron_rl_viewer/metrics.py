@@ -14,6 +14,7 @@ from megatron_rl_viewer.follow import FilePlace, after, cut_line, is_rewritten, 
 
 EVALUATION = "eval/"
 LABELS = {
+    "sft/loss": "loss",
     "rollout/reward_mean": "reward, training prompts",
     "rollout/response_length_mean": "response tokens",
     "rollout/turns_mean": "turns of an episode",
@@ -27,8 +28,8 @@ LABELS = {
     "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
     "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
     "logratio/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
-    "first_order/total_median": "first-order approximation: what it leaves out, median response",
-    "first_order/total_p95": "the same, 95 % of the responses at most",
+    "first_order/total_median": "first-order approximation: what it leaves out, median sequence",
+    "first_order/total_p95": "the same, 95 % of the sequences at most",
     "train/ess": "effective sample size of the importance weights",
     "train/clip_frac": "clipped tokens",
     "train/nonfinite_frac": "tokens with a non-finite log-prob",

@@ -25,7 +25,7 @@ from megatron_rl.records.packed import StepResult
 from megatron_rl_viewer.figure import draw_run
 from megatron_rl_viewer.metrics import LABELS, MetricsFile
 from megatron_rl_viewer.report_style import STYLE
-from megatron_rl_viewer.story import REWARD, held_out, reward
+from megatron_rl_viewer.story import held_out, learned
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +153,10 @@ def exported_rollouts(run_dir: Path) -> dict[str, str]:
 
 
 def report_headline(results: Sequence[StepResult]) -> str:
-    steps, _ = series(results, "rollout/reward_mean")
+    steps, seconds = series(results, "time/step")
     if not len(steps):
         return '<p class="note">No training step is finished.</p>'
-    _, seconds = series(results, "time/step")
-    took = f", {seconds.sum() / 60:.1f} minutes" if len(seconds) else ""
+    took = f", {seconds.sum() / 60:.1f} minutes"
     return (
         f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
     )
@@ -168,7 +167,7 @@ def story_lines(run_dir: Path) -> Iterator[str]:
     metrics = MetricsFile(run_dir)
     metrics.update()
     table = metrics.table()
-    yield reward(table["steps"], table["metrics"].get(REWARD, []))
+    yield learned(table)[1]
     yield held_out(table["evaluations"])
 
 

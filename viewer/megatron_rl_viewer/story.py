@@ -1,18 +1,19 @@
-"""The run's story: one sentence each about its progress, reward, held-out sets and health, for the
-top of its page.
+"""The run's story: one sentence each about its progress, reward or loss, held-out sets and health,
+for the top of its page.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_rl_viewer.run_folder import Run
 
-REWARD = "rollout/reward_mean"
+LEARNED = {"sft/loss": "loss", "rollout/reward_mean": "reward"}
+"""What a run shows first: the loss of SFT, which has no rewards, else the reward."""
 STEADY = 0.02
-"""The largest change of a reward, as a share of its range, that counts as none."""
-Table = dict[str, object]
+"""The largest change, as a share of its range, that counts as none."""
 
 
 def story(run: Run) -> list[dict[str, str]]:
@@ -20,7 +21,7 @@ def story(run: Run) -> list[dict[str, str]]:
     table = run.metrics.table()
     parts = [
         ("Run", progress(run), "ok"),
-        ("Reward", reward(table["steps"], table["metrics"].get(REWARD, [])), "ok"),
+        (*learned(table), "ok"),
         ("Held out", held_out(table["evaluations"]), "ok"),
         ("Health", *health(run)),
     ]
@@ -40,32 +41,43 @@ def progress(run: Run) -> str:
     return f"It runs: {steps}." if run.is_live() else f"Nothing was written for a while: {steps}."
 
 
-def reward(steps: Sequence[int], values: Sequence[float]) -> str:
+def learned(table: Mapping[str, Any]) -> tuple[str, str]:
+    """Return (title, sentence) about the loss of a run of SFT, or the reward of any other.
+
+    table: of MetricsFile.
+    """
+    metrics = table["metrics"]
+    name = next((name for name in LEARNED if name in metrics), "rollout/reward_mean")
+    what = LEARNED[name]
+    return what.capitalize(), trend(what, table["steps"], metrics.get(name, []))
+
+
+def trend(what: str, steps: Sequence[int], values: Sequence[float]) -> str:
     """Compare the means of the first and the last fifth of the steps: single steps are noise.
 
-    values: of `steps`, or none: SFT has no rewards.
+    values: of `steps`, or none.
     """
     pairs = zip(steps, values, strict=True) if values else ()
     known = [(step, value) for step, value in pairs if is_number(value)]
     if not known:
-        return "No step has a reward yet."
+        return f"No step has a {what} yet."
     part = max(1, len(known) // 5)
     first, last = (mean([value for _, value in some]) for some in (known[:part], known[-part:]))
     if len(known) < 2:
-        return f"The mean reward is {last:.3f}."
+        return f"The mean {what} is {last:.3f}."
     spread = max(value for _, value in known) - min(value for _, value in known)
     verb = "stays at" if abs(last - first) <= STEADY * max(spread, abs(first)) else (
         "rises from" if last > first else "falls from"
     )  # fmt: skip
     values_of = f"{last:.3f}" if verb == "stays at" else f"{first:.3f} to {last:.3f}"
-    return f"The mean reward {verb} {values_of} over steps {known[0][0]} to {known[-1][0]}."
+    return f"The mean {what} {verb} {values_of} over steps {known[0][0]} to {known[-1][0]}."
 
 
 def held_out(evaluations: dict) -> str:
     """Say how each held-out set changed, from its first to its last evaluation."""
     texts = []
     for name, values in sorted(evaluations["metrics"].items()):
-        if "/avg@" not in name:
+        if "/avg@" not in name and not name.endswith("/loss"):
             continue
         known = [
             (step, value)

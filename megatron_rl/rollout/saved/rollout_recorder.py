@@ -79,7 +79,7 @@ class Recorder:
             trained.unlink(missing_ok=True)
             if not self._has_written:
                 self._has_written = True
-                self._forget_lines_from(step)
+                self._forget_from(step)
             replace_lines(path, records)
 
         if self.files is None:
@@ -91,9 +91,9 @@ class Recorder:
             self.files.now(path, write_lines)
             self.files.later(tensors_file, lambda: write_tensors(tensors_file, tensors))
 
-    def _forget_lines_from(self, step: int) -> None:
-        """Remove this replica's lines of the steps from `step` on."""
-        for file in self.folder.line_files("rollouts"):
+    def _forget_from(self, step: int) -> None:
+        """Remove this replica's lines and tensors of the steps from `step` on."""
+        for file in (*self.folder.line_files("rollouts"), *self.folder.tensor_files("rollouts")):
             if file.dp_rank == self.dp_rank:
                 forget(file, step - 1)
 

@@ -41,7 +41,7 @@ VERDICTS = [
     ({"cpu_offloading": True, "cpu_offloading_num_layers": 4}, UNTESTED),
     ({"fp8": "hybrid"}, UNTESTED),
     ({"recompute_modules": ["moe"]}, ALLOWED),
-    ({"recompute_modules": ["moe_act", "layernorm"]}, ALLOWED),
+    ({"recompute_modules": ["moe", "layernorm"]}, ALLOWED),
     ({"cuda_graph_impl": "local"}, REFUSED + "a captured router keeps using the experts"),
     ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]}, UNTESTED),
     ({"gradient_accumulation_fusion": True}, ALLOWED),

@@ -107,6 +107,11 @@ def test_steps_of_replicas_that_a_resumed_run_has_no_more_are_forgotten(tmp_path
         (tmp_path / "trained.dp3.jsonl").write_text('{"step": 2}\n{"step": 3}\nno json\n')
     forget_steps(tmp_path, first_step=2, dp_size=2)
     run = RunFolder(tmp_path)
+    Recorder(tmp_path, dp_rank=1, save_tensors=True).record(3, [make_group()])
+    Recorder(tmp_path, dp_rank=1, save_tensors=True).record(2, [make_group()])
+    if not is_former:  # the first step that a process records ends its later ones
+        assert not list((tmp_path / "rollouts").glob("step_000003.dp1.*"))
+        Recorder(tmp_path, dp_rank=1, save_tensors=True).record(3, [make_group()])
     lines, tensors = (
         {(file.dp_rank, file.step) for file in files}
         for files in (run.line_files("rollouts"), run.tensor_files("rollouts"))

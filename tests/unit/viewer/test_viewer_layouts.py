@@ -96,6 +96,25 @@ def test_a_step_that_is_written_again_replaces_its_rows_alone(tmp_path, opened):
         assert rollouts_page(connection, Query(limit=1))["total"] == 16 + 1 + 16
 
 
+def test_another_attempt_with_answers_of_equal_length_replaces_the_first(tmp_path, opened):
+    folder = to_present_layout(write_run(tmp_path / "run", steps=1))
+    path = folder / "rollouts/step_000001.jsonl"
+    lines = [make_rollout(1, f"Q1/{k}", "trained", "rollouts")[0] for k in range(2)]
+
+    def attempt(response):
+        rows = [lines[0] | {"response": response}, lines[1]]
+        (folder / "new").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(folder / "new", path)
+
+    attempt("13")
+    run = opened(folder)
+    attempt("12")
+    run.update()
+    with closing(run.index.connect()) as connection:
+        rows = rollouts_page(connection, Query(limit=9, sort="id", order="asc"))["rows"]
+    assert [row["response"] for row in rows][:1] == ["12"] and len(rows) == 2
+
+
 def test_links_that_leave_the_run_are_not_followed(tmp_path, opened):
     folder = to_present_layout(write_run(tmp_path / "run", steps=1))
     other = to_present_layout(write_run(tmp_path / "other", steps=STEPS))

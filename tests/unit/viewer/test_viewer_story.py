@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_rl_viewer.run_folder import Run
-from megatron_rl_viewer.story import held_out, reward, story
+from megatron_rl_viewer.story import held_out, learned, story, trend
 from tests.viewer_run import add_events, write_run
 
 
@@ -24,11 +24,19 @@ from tests.viewer_run import add_events, write_run
     ],
 )  # fmt: skip
 def test_reward_in_a_sentence(values, sentence):
-    assert reward(range(1, len(values) + 1), values) == sentence
+    assert trend("reward", range(1, len(values) + 1), values) == sentence
 
 
 def test_a_run_without_rewards_has_a_sentence():
-    assert reward([1, 2, 3], []) == "No step has a reward yet."
+    assert trend("reward", [1, 2, 3], []) == "No step has a reward yet."
+    assert learned({"steps": [1], "metrics": {}}) == ("Reward", "No step has a reward yet.")
+
+
+def test_supervised_training_has_a_loss_and_no_rewards():
+    table = {"steps": [1, 2], "metrics": {"sft/loss": [4.0, 2.0]}}
+    assert learned(table) == ("Loss", "The mean loss falls from 4.000 to 2.000 over steps 1 to 2.")
+    evaluations = {"steps": [0, 2], "metrics": {"eval/rows/loss": [4.5, 2.5]}}
+    assert held_out(evaluations) == "rows loss goes from 4.500 after step 0 to 2.500 after step 2."
 
 
 def test_held_out_sets_in_a_sentence():

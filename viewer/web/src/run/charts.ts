@@ -13,6 +13,7 @@ export interface ChartSpec {
 
 /** Metrics of the first screen, in this order, where the run has them. */
 const MAIN = [
+  "sft/loss",
   "rollout/reward_mean",
   "rollout/response_length_mean",
   "train/entropy",
@@ -43,7 +44,7 @@ export function chartsOf(metrics: MetricsOf, search: string, isAll: boolean): Ch
     source,
   });
   const evaluations = [...names("evaluations")].sort().map((name) => spec(name, "evaluations"));
-  const scores = evaluations.filter(({ name }) => /(avg|pass|maj)@/.test(name));
+  const scores = evaluations.filter(({ name }) => /(avg|pass|maj)@|\/loss$/.test(name));
   const main = MAIN.filter((name) => found.has(name)).map((name) => spec(name, "metrics"));
   const rest = [...found]
     .filter((name) => !MAIN.includes(name))
