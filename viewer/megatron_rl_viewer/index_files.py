@@ -55,7 +55,7 @@ def forget_rewritten(
     rewritten = [
         name for name, entry in known_files(connection).items()
         if name not in present
-        or (stat_of(present[name].path) != entry.stat and is_another(present[name], entry.place))
+        or (stat_of(present[name].path) != entry.stat and is_another(present[name], entry))
     ]  # fmt: skip
     if not rewritten:
         return False
@@ -73,11 +73,12 @@ def forget_rewritten(
     return True
 
 
-def is_another(file: StepFile, place: FilePlace) -> bool:
-    """Return whether a file that has changed is not the one that was read up to `place`."""
+def is_another(file: StepFile, entry: FileEntry) -> bool:
+    """Return whether a file that has changed is not the one that was read."""
     # lines of a step are written at once: answers of another attempt may be as long as the first's
     is_whole = file.half == "rollouts" and not file.has_all_steps
-    return (is_whole and place.offset > 0) or is_rewritten(file.path, place)
+    # (0, 0): a part of it is read
+    return (is_whole and entry.stat != (0, 0)) or is_rewritten(file.path, entry.place)
 
 
 def forget_file(connection: sqlite3.Connection, gone: StepFile, files: Sequence[StepFile]) -> None:
