@@ -330,6 +330,23 @@ def companions(source: Path) -> list[Path]:
     ]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in config.json."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of a checkpoint's tensors into its config.json, from which loaders read it.
+
+    A config.json that names no dtype stays as it is.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    name = dtype_name(dtype)
+    if keys := [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]:
+        config |= dict.fromkeys(keys, name)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
     """Write the index of a checkpoint of several files.
 
