@@ -168,10 +168,8 @@ def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
     parts = name.split(".")
     if "mtp" in parts:
         return True
-    return (
-        parts[:2] == ["model", "layers"]
-        and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
-    )
+    layer = parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 2 else ""
+    return layer.isdecimal() and spec.num_layers <= int(layer) < spec.num_layers + spec.mtp_layers
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

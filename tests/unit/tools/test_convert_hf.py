@@ -201,6 +201,30 @@ def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "-1", "0", "large"])
+def test_a_size_of_files_that_no_file_has_is_refused(
+    hf: Path, tmp_path: Path, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path), f"--file-gb={size}"])
+    assert f"--file-gb: {size}: must be a number above 0" in capsys.readouterr().err
+
+
+def test_config_json_of_other_types_is_named(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = read(hf) | {"model.layers.shared.weight": torch.ones(2)}
+    other = copy_with(hf, tmp_path / "other", weights)
+    for command in (["info", str(other)], ["verify", str(hf), str(other)]):
+        assert main(command) == 2
+        assert "model.layers.shared.weight is not part of the model" in capsys.readouterr().err
+    change_config(other, vocab_size="61")
+    assert main(["info", str(other)]) == 2
+    assert "config.json vocab_size = '61': must be a whole number of at least 1" in (
+        capsys.readouterr().err
+    )
+
+
 def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     """Biases that select experts keep their precision; tensors that are not part of the model are
     copied from the original.
