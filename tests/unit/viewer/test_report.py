@@ -147,6 +147,15 @@ def test_a_run_with_one_step_or_none_can_be_drawn(tmp_path):
         write_report(tmp_path)
 
 
+def test_half_a_surrogate_pair_in_a_text_is_no_error(run_dir, tmp_path):
+    """As the escapes that earlier versions wrote give."""
+    folder = tmp_path / "escaped"
+    shutil.copytree(run_dir, folder)
+    lines = (folder / "rollouts.jsonl").read_text().replace(': "p', r': "\ud83d p')
+    (folder / "rollouts.jsonl").write_text(lines)
+    assert "? p0" in write_report(folder).read_text(encoding="utf-8")
+
+
 def test_names_with_dollars_are_drawn_as_they_are(run_dir, tmp_path):
     """matplotlib reads text between two as an equation, and fails at others."""
     for name in ("lr$_$x", "a_$5_b_$"):

@@ -256,7 +256,9 @@ def used_sections(toml: Path) -> dict[str, dict[str, Any]]:
     Fields of the optimizer are left out: the proof updates in float32 with lr 0.
     """
     values = load_config(toml).model_dump(mode="json", exclude_unset=True)
-    kept = {name: values[name] for name in ("model", "megatron") if name in values}
+    kept: dict[str, dict[str, Any]] = {
+        name: values[name] for name in ("model", "megatron") if name in values
+    }
     of_model = {field.name for field in fields(TransformerConfig)}
     optimizer = {field.name for field in fields(OptimizerConfig)} - of_model
     for name in optimizer & kept.get("megatron", {}).keys():
