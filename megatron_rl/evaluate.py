@@ -27,6 +27,7 @@ from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.metrics.sinks import finite
 from megatron_rl.options import parse_evaluate
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
@@ -174,16 +175,20 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
                 "failures": {
                     kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS
                 },
-                **{
-                    key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v
-                    for key, v in metrics.items()
-                },
+                **values_of_set(name, metrics),
             }
             responses.writelines(
                 json.dumps(line) + "\n" for group in groups for line in lines_of_set(name, group)
             )
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     return results
+
+
+def values_of_set(name: str, metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the metrics of a set by their names in results.json; null for what is not a number, or
+    infinite: the interval of one prompt whose reward is outside [0, 1].
+    """
+    return {key.removeprefix(f"eval/{name}/"): finite(value) for key, value in metrics.items()}
 
 
 def settings_of(cfg: Config) -> dict[str, object]:
@@ -246,7 +251,10 @@ def table_of(results: Results) -> str:
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    return "none scored" if value is None else f"{value:.3f} [{low or 0:.3f}, {high or 0:.3f}]"
+    """Format a value; low, high: None where its interval is infinite."""
+    if value is None:
+        return "none scored"
+    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, Path]:

@@ -128,7 +128,9 @@ def write_traceback(error: BaseException, path: Path, lines: LogLines) -> Path |
     """Write the traceback and return its path, or None where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lines.redactor.text("".join(traceback.format_exception(error))))
+        text = lines.redactor.text("".join(traceback.format_exception(error)))
+        # the name of a file that is not UTF-8 has no bytes in it
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         return None
     return path

@@ -40,7 +40,7 @@ class LogLines:
 
         NaN and infinity become null.
         """
-        text = self.redactor.text(text)
+        text = encodable(self.redactor.text(text))
         if not self.is_json:
             return text
         row = {
@@ -103,6 +103,13 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self._lines.line("warning", record.getMessage(), logger=record.name)
         print(line, file=sys.stderr, flush=True)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with "?" for each half of a surrogate pair, as in names of files that are not
+    UTF-8 and in escapes that a model writes: it cannot be printed or sent.
+    """
+    return text.encode(errors="replace").decode()
 
 
 def strict(value: object) -> object:

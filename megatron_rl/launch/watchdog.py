@@ -40,7 +40,7 @@ from megatron_rl.launch.heartbeats import (
     memory_in_use,
     stages_of_ranks,
 )
-from megatron_rl.launch.log_lines import LogLines
+from megatron_rl.launch.log_lines import LogLines, encodable
 from megatron_rl.launch.status import names
 
 HEARTBEAT_SECONDS = 2.0
@@ -132,7 +132,7 @@ class Watchdog:
         message = ""
         # an interrupt is no Exception: it is no failure of one rank
         if isinstance(error, Exception) and not isinstance(error, self._agreed):
-            message = f"{self._state.where}: {type(error).__name__}: {error}"[:2000]
+            message = encodable(f"{self._state.where}: {type(error).__name__}: {error}")[:2000]
             error.add_note(f"in {self._state.where}")  # launch/errors.py prints it
             if lost_peer(error) and self.world_size > 1:
                 self._await_verdict(message)

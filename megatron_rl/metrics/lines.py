@@ -26,7 +26,15 @@ MetricLine = tuple[int, int, dict[str, float], dict[str, list[float]]]
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append `rows` in one write, after removing an incomplete last line."""
-    append_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    append_text(path, encoded(rows))
+
+
+def encoded(rows: Iterable[Mapping[str, object]]) -> bytes:
+    """Return the lines of `rows`, with "?" for each half of a surrogate pair, as in the name of a
+    file that is not UTF-8: an escape of it is JSON, but readers refuse it or cannot write it.
+    """
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return lines.encode(errors="replace")
 
 
 def append_text(path: Path, text: bytes) -> None:
@@ -42,7 +50,7 @@ def append_text(path: Path, text: bytes) -> None:
 
 def replace_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write a file of `rows`, complete or not at all; its folder is made."""
-    replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    replace_text(path, encoded(rows))
 
 
 def replace_text(path: Path, text: bytes) -> None:

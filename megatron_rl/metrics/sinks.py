@@ -8,6 +8,7 @@ as the terminal does: the first is 1, the evaluation before it 0 (version 0.1 wr
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron_rl.metrics.lines import MetricLines, cut_partial_line, forget_late
 from megatron_rl.metrics.trackers.background import Call
 from megatron_rl.metrics.trackers.registry import Trackers
 from megatron_rl.records.packed import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Sinks:
@@ -77,8 +80,8 @@ def read_metrics(path: Path) -> list[StepResult]:
 
     null is NaN, and former names of metrics are replaced by the new ones.  Lines of the same step
     are merged, and the later value counts.  Lines of version 0.1, which numbered steps from 0, are
-    recognised by their metric names.  Raises ValueError with the number of a line that is not a
-    result.
+    recognised by their metric names.  An incomplete last line, which a killed run leaves, is left
+    out.  Raises ValueError with the number of another line that is not a result.
     """
     merged: dict[int, StepResult] = {}
     lines = MetricLines()
@@ -86,6 +89,9 @@ def read_metrics(path: Path) -> list[StepResult]:
         try:
             finished, version, metrics, per_layer = lines.parse(line)
         except ValueError as error:
+            if not line.endswith(b"\n"):
+                logger.warning("%s: line %d is incomplete and left out", path, number)
+                continue
             raise ValueError(f"{path}, line {number}: {error}") from error
         step = finished - 1
         old = merged.get(step, StepResult(step, version, {}))
@@ -93,8 +99,8 @@ def read_metrics(path: Path) -> list[StepResult]:
     return [merged[step] for step in sorted(merged)]
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with open(path, encoding="utf-8") as file:
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, line

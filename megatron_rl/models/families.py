@@ -195,7 +195,8 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     theta = float(ConfigReader({**config.hf, **parameters}).need("rope_theta"))
     config.get("rope_theta", None)  # marks it as read: another reader read it above
     fraction = config.get("partial_rotary_factor", partial or 1.0)
-    fraction = float(scaling.pop("partial_rotary_factor", fraction))
+    fraction = ConfigReader(scaling).get("partial_rotary_factor", fraction)
+    scaling.pop("partial_rotary_factor", None)
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
     # some configs have both names; this removes both
@@ -204,7 +205,7 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     if kind != "default" and not (yarn and kind == "yarn"):
         key = "rope_scaling" if config.hf.get("rope_scaling") else "rope_parameters"
         raise config.refuse(key, f"only {'default or yarn' if yarn else 'default'}")
-    fields: Fields = {"rope_theta": theta, "rotary_fraction": fraction}
+    fields: Fields = {"rope_theta": theta, "rotary_fraction": float(fraction)}
     if kind == "yarn":
         fields["yarn"] = read_yarn(config, scaling)
     elif scaling:
@@ -231,6 +232,8 @@ def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
         )
     except KeyError as error:
         raise ModelError(f"config.json: yarn rope scaling without {error}; add the key") from error
+    except (TypeError, ValueError) as error:
+        raise config.refuse("rope_scaling", f"its values must be numbers ({error})") from error
     if unread:
         raise config.refuse("rope_scaling", f"{', '.join(sorted(unread))} would be ignored")
     return yarn

@@ -153,6 +153,26 @@ RL uses no balancing losses, so their coefficients have no effect either.
 """
 
 
+LEAST = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1),
+    **dict.fromkeys(("num_hidden_layers", "vocab_size", "max_position_embeddings"), 1),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "num_experts_per_tok"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1),
+    **dict.fromkeys(("decoder_sparse_step", "n_group", "topk_group", "kv_lora_rank"), 1),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers", "q_lora_rank"), 0),
+    **dict.fromkeys(("n_shared_experts", "shared_expert_intermediate_size"), 0),
+}
+"""Key of a whole number -> its smallest value."""
+NUMBERS = "rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor"
+KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(NUMBERS, ("a number", (int, float))),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ("an object", (dict,))),
+    **dict.fromkeys(("layer_types", "mlp_only_layers"), ("a list", (list,))),
+}
+"""Key -> the kind of its value in messages, and its types."""
+
+
 class ConfigReader:
     """A config.json that records which of its keys were read; call `finish` at the end."""
 
@@ -168,7 +188,7 @@ class ConfigReader:
         self._read.update(keys)
         for key in keys:
             if self.hf.get(key) is not None:
-                return self.hf[key]
+                return self.checked(key, self.hf[key])
         raise ModelError(
             f"config.json: key {' or '.join(keys)} is missing; take the published config.json"
         )
@@ -177,7 +197,21 @@ class ConfigReader:
         """Return the value of a key, or `default` where it is absent or null."""
         self._read.add(key)
         value = self.hf.get(key)
-        return default if value is None else value
+        return default if value is None else self.checked(key, value)
+
+    def checked(self, key: str, value: Any) -> Any:
+        """Return the value.  Raises ModelError for one of another type than the key's."""
+        if key in LEAST:
+            rule = f"a whole number of at least {LEAST[key]}"
+            is_valid = type(value) is int and value >= LEAST[key]
+        else:
+            rule, kinds = KINDS.get(key, ("", ()))
+            is_valid = not kinds or type(value) in kinds
+        if not is_valid:
+            raise ModelError(
+                f"config.json {key} = {value!r:.80}: must be {rule}; take the published config.json"
+            )
+        return value
 
     def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is absent, null or has one of these values."""
@@ -199,7 +233,8 @@ class ConfigReader:
 
     @property
     def architecture(self) -> str:
-        return str((self.hf.get("architectures") or ["(none)"])[0])
+        names = self.hf.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else "(none)"
 
     def finish(self) -> None:
         """Raise ModelError for a key that was not read, unless it is harmless, null, false or

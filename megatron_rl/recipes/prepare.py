@@ -29,6 +29,8 @@ __all__ = ["Row", "Source", "main"]
 
 TRAIN = "train"
 """The set that is trained on; all others are for evaluation."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles of messages without which a prompt of training is still one of an evaluation set."""
 
 
 def main(
@@ -130,19 +132,19 @@ def earlier_sets(folder: Path, names: Iterable[str]) -> dict[str, PromptSet]:
 
 
 def leave_out_overlap(sets: Mapping[str, PromptSet], earlier: Mapping[str, PromptSet]) -> None:
-    """Leave out prompts of training that are also in an evaluation set.
+    """Leave out prompts of training that are also in an evaluation set, with any instructions.
 
     Raises DataError where the training set was written before and is not prepared now.
     """
     evaluated = {
-        plain(row["prompt"]): name
+        plain(row["prompt"], INSTRUCTIONS): name
         for name, prompts in {**earlier, **sets}.items()
         if name != TRAIN
         for row in prompts.rows
     }
 
     def reason(row: Row) -> str | None:
-        name = evaluated.get(plain(row["prompt"]))
+        name = evaluated.get(plain(row["prompt"], INSTRUCTIONS))
         return f"its prompt is also in the evaluation set {name}" if name else None
 
     if TRAIN in sets:

@@ -217,9 +217,18 @@ def text_of(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
-def plain(prompt: str | list[dict[str, str]]) -> str:
-    """Return a prompt's text for comparison: case and white space do not count."""
-    return " ".join(text_of(prompt).split()).casefold()
+def plain(prompt: str | list[dict[str, str]], ignored: Sequence[str] = ()) -> str:
+    """Return all messages of a prompt as text for comparison: case and white space do not count.
+
+    ignored: roles whose messages do not count.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    words = [
+        f"{message['role']}: {message['content']}".split()
+        for message in messages
+        if message["role"] not in ignored
+    ]
+    return "\n".join(map(" ".join, words)).casefold()
 
 
 def common_ending(rows: Sequence[Row]) -> str:

@@ -200,7 +200,7 @@ def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, mon
 
 STUBS = {
     "scontrol": (
-        """if [[ $1 == show ]]; then printf 'n%s\\n' 1 2 3 4; else echo "$@" >>"$LOG"; fi"""
+        """if [[ $1 == show ]]; then seq -f 'n%g' "$SLURM_NNODES"; else echo "$@" >>"$LOG"; fi"""
     ),
     "curl": (
         """for i in $(seq 400); do
@@ -273,6 +273,14 @@ def test_a_preempted_slurm_job_is_queued_again(slurm):
         assert status == 85 and "requeue 7" in log
     assert log.count("--nodelist=n1,n2,n3,n4") == 2, "both halves on every node"
     assert "NNODES 4 RANKS 4" in log and "http://n4:30001" in log and "http://n4:30002" not in log
+
+
+def test_a_slurm_job_of_one_node_has_both_halves_on_it(slurm):
+    status, log = slurm(STATUS="0", SLURM_NNODES="1")
+    assert status == 0 and log.count("--nodes=1 --ntasks=1 --nodelist=n1 ") == 2
+    assert "NNODES 1 RANKS 4 MASTER n1" in log and log.count("http://n1:3000") == 2
+    for number in ("0", "5"):
+        assert slurm(STATUS="0", TRAIN_NODES=number) == (2, "")
 
 
 def test_a_slurm_job_with_an_image_starts_both_halves_in_it(slurm):

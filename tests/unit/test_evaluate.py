@@ -203,10 +203,7 @@ def test_the_table_for_people():
     metrics = evaluate.summarize(
         "s", table([[1, 0], [NAN, NAN]]), EvalConfig(samples=2), on_error="drop"
     )
-    found = {
-        name.removeprefix("eval/s/"): None if np.isnan(value) else value
-        for name, value in metrics.items()
-    }
+    found = evaluate.values_of_set("s", metrics)
     lines = evaluate.table_of(
         {"sets": {"s": {"num_prompts": 2} | found, "longer": {"num_prompts": 2} | found}}
     ).splitlines()
@@ -225,6 +222,15 @@ def test_the_table_for_people():
         np.isnan(nothing["eval/s/avg@2"])
         and evaluate.with_interval(None, None, None) == "none scored"
     )
+
+
+def test_results_of_one_prompt_are_json_and_have_no_interval():
+    """A reward outside [0, 1] has none with one prompt."""
+    metrics = evaluate.summarize("s", table([[2.5]]), EvalConfig(samples=1), on_error="drop")
+    values = json.loads(json.dumps(evaluate.values_of_set("s", metrics), allow_nan=False))
+    assert (values["avg@1"], values["avg@1_low"], values["avg@1_high"]) == (2.5, None, None)
+    line = evaluate.table_of({"sets": {"s": {"num_prompts": 1} | values}}).splitlines()[1]
+    assert line.split()[:4] == ["s", "1", "2.500", "2.500"]
 
 
 def test_evaluation_scores_the_task_alone_and_marks_failures():

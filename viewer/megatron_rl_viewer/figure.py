@@ -306,7 +306,9 @@ def make_grid(rows: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(
         figsize=(6.6 * columns, 2.9 * rows + 0.5), layout="constrained", facecolor="white"
     )
-    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
+    # names of runs and metrics may have a $, which would begin an equation
+    style: dict[str, Any] = {"fontweight": "bold", "x": 0.01, "ha": "left", "parse_math": False}
+    figure.suptitle(title, fontsize=15, **style)
     axes = list(figure.subplots(rows, columns).flat)
     for axis in axes:
         axis.grid(True, color="#e9ebee", linewidth=0.8)
@@ -339,5 +341,7 @@ def finish_panel(axis: Axes, title: str) -> None:
         legend = axis.legend(
             fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns
         )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
         legend.set_in_layout(False)  # a wide legend must not narrow the panels
     axis.set_xlabel("finished steps", fontsize=9, color="#4a4f57")

@@ -80,7 +80,8 @@ def write_report(run_dir: Path) -> Path:
         f"<body>{''.join(parts)}</body></html>"
     )
     path = folder.report
-    replace_file(path, page.encode())
+    # texts of a model or of the file system may have half a surrogate pair
+    replace_file(path, page.encode(errors="replace"))
     return path
 
 

@@ -34,7 +34,7 @@ def index() -> tuple[Any, list[str]]:
         ) from None
     if not CORPUS.is_file():
         raise RuntimeError(f"{CORPUS} is missing: run python prepare.py")
-    rows = [json.loads(line) for line in CORPUS.read_text().splitlines()]
+    rows = [json.loads(line) for line in CORPUS.read_bytes().splitlines()]
     passages = [f"{row['title']}: {row['text']}" for row in rows]
     retriever = bm25s.BM25()
     retriever.index(tokens(passages), show_progress=False)

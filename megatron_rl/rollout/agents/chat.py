@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from megatron_rl.launch.log_lines import encodable
 from megatron_rl.rollout.agents.known_texts import KnownTexts
-from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN, encodable
+from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN
 
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage

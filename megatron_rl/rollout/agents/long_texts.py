@@ -6,19 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_rl.launch.log_lines import encodable
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 CHARACTERS_PER_TOKEN = 16
 """More than most texts have; a text that has more is encoded twice."""
-
-
-def encodable(text: str) -> str:
-    """Return `text` with "?" for each half of a surrogate pair, as in file names and in escapes
-    that a model writes.
-    """
-    return text.encode(errors="replace").decode()
 
 
 def encoded_up_to(

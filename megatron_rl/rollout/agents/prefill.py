@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_rl.launch.log_lines import encodable
 from megatron_rl.rollout.agents.chat import Chat, Reply, Schema
-from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
+from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.stops import reply_before
 
 if TYPE_CHECKING:

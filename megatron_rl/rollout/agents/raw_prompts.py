@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from megatron_rl.launch.log_lines import encodable
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.long_texts import encodable, encoded_up_to
+from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
 
 RawPrompt = str | Sequence[int]

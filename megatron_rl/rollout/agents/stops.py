@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megatron_rl.launch.log_lines import encodable
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.agents.chat import Reply
-from megatron_rl.rollout.agents.long_texts import encodable
 from megatron_rl.rollout.agents.recorded import part
 
 if TYPE_CHECKING:

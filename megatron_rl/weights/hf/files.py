@@ -168,10 +168,8 @@ def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
     parts = name.split(".")
     if "mtp" in parts:
         return True
-    return (
-        parts[:2] == ["model", "layers"]
-        and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
-    )
+    layer = parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 2 else ""
+    return layer.isdecimal() and spec.num_layers <= int(layer) < spec.num_layers + spec.mtp_layers
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -328,6 +326,23 @@ def companions(source: Path) -> list[Path]:
         and not file.name.startswith(".")
         and not file.name.endswith(WEIGHT_SUFFIXES)
     ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in config.json."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of a checkpoint's tensors into its config.json, from which loaders read it.
+
+    A config.json that names no dtype stays as it is.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    name = dtype_name(dtype)
+    if keys := [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]:
+        config |= dict.fromkeys(keys, name)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:

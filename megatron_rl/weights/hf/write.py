@@ -18,6 +18,7 @@ from megatron_rl.weights.hf.files import (
     is_left_out,
     outline,
     read_headers,
+    write_dtype,
     write_index,
 )
 
@@ -33,10 +34,11 @@ def write_hf_checkpoint(
     """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`.  Collective.
 
     All ranks must reach `out_dir`.  config.json, tokenizer and every other file that has no weights
-    are copied from `source_dir` unchanged.  The directory appears complete or not at all, replacing
-    one that exists.  Files are world-readable, since servers may run as another user.  The ranks of
-    a machine share `max_shard_bytes`, as each may have one file in host memory.  Raises
-    CheckpointError where the names differ from the weights in `source_dir` (if it has any).
+    are copied from `source_dir`; config.json gets the dtype of the tensors.  The directory appears
+    complete or not at all, replacing one that exists.  Files are world-readable, since servers may
+    run as another user.  The ranks of a machine share `max_shard_bytes`, as each may have one file
+    in host memory.  Raises CheckpointError where the names differ from the weights in `source_dir`
+    (if it has any).
     """
     # decided on rank 0, so that every rank numbers the files in the same way
     most_bytes = ranks.on_rank_0(
@@ -98,6 +100,13 @@ def complete_checkpoint(temporary: Path, source_dir: Path, out_dir: Path) -> Non
     _check_against_source(temporary, source_dir)  # before anything is replaced
     for file in companions(source_dir):
         shutil.copyfile(file, temporary / file.name)
+    dtypes = {
+        header.torch_dtype()
+        for name, header in read_headers(temporary).items()
+        if not name.endswith("e_score_correction_bias")  # always float32
+    }
+    if len(dtypes) == 1 and (temporary / "config.json").is_file():
+        write_dtype(temporary, dtypes.pop())
     for file in temporary.iterdir():  # mkdtemp and safetensors create them for the owner only
         file.chmod(0o644)
     temporary.chmod(0o755)

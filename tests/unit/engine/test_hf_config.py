@@ -71,6 +71,17 @@ def test_sparse_step(hf: dict) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.*yarn"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        ({"vocab_size": "96"}, "vocab_size = '96': must be a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be a whole number"),
+        ({"num_hidden_layers": 4.5}, "num_hidden_layers = 4.5: must be a whole number"),
+        ({"hidden_size": True}, "hidden_size = True: must be a whole number"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok = -1: must be"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0: must be"),
+        ({"rope_scaling": "none"}, "rope_scaling = 'none': must be an object"),
+        ({"layer_types": 5}, "layer_types = 5: must be a list"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small': must be a number"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta = \[1\]: must be a number"),
+        ({"architectures": 5}, "architectures = 5: not supported"),
     ],
 )
 def test_what_cannot_be_trained_is_named(hf: dict, change: dict, said: str) -> None:

@@ -50,6 +50,12 @@ def test_an_error_raised_by_this_package_is_its_message_alone(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_an_error_with_the_name_of_a_file_that_is_not_utf_8_is_reported(tmp_path, capsys):
+    report_error(RuntimeError("no file caf\udce9.txt"), tmp_path / "run")
+    assert "caf?.txt" in capsys.readouterr().err
+    assert r"caf\udce9.txt" in (tmp_path / "run/logs/error_rank0.txt").read_text()
+
+
 class Lines:
     """A file that is kept open, as those of metrics and rollouts are."""
 

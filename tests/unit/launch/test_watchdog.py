@@ -199,6 +199,15 @@ def test_the_error_of_a_failed_rank_reaches_all(tmp_path):
     assert dogs[1].tick(1) == dogs[0].tick(1)
 
 
+def test_an_error_with_text_that_has_no_utf_8_is_still_that_error(tmp_path, monkeypatch):
+    """As with the name of a file; the store refuses it."""
+    dogs = make(2, tmp_path)
+    for rank in (1, 0):
+        with pytest.raises(ValueError, match="caf\udce9"), dogs[rank]:
+            raise ValueError("no file caf\udce9.txt")
+        assert dogs[0].tick(1).endswith("ValueError: no file caf?.txt")
+
+
 def test_the_error_of_rank_0_reaches_all_before_the_store_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LOST_HEARTBEATS", 120 / watchdog.HEARTBEAT_SECONDS)
     dogs = make(2, tmp_path)

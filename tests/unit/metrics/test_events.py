@@ -9,11 +9,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.file_writer import MOST_WAITING, FileWriter
-from megatron_rl.metrics.lines import append_lines
+from megatron_rl.metrics.lines import append_lines, replace_lines
 from megatron_rl.rollout.saved.rollout_tensors import write_tensors
 
 
@@ -54,6 +55,16 @@ def test_a_cut_line_is_removed_before_the_next_is_appended(tmp_path):
     path.write_text('{"a": 1}\n{"a": ')
     append_lines(path, [{"a": 2}, {"a": "é\n"}])
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, "é\n"]
+
+
+def test_lines_with_half_a_surrogate_pair_are_written(tmp_path):
+    """It has no UTF-8, and readers other than Python refuse its escape."""
+    rows = [{"text": "caf\udce9 \\", "of": {"\ud83d": ["\udc00"]}, "whole": "\U0001f600"}]
+    append_lines(tmp_path / "a.jsonl", rows)
+    replace_lines(tmp_path / "b.jsonl", rows)
+    expected = {"text": "caf? \\", "of": {"?": ["?"]}, "whole": "\U0001f600"}
+    for name in ("a.jsonl", "b.jsonl"):
+        assert orjson.loads((tmp_path / name).read_bytes()) == expected
 
 
 @pytest.fixture

@@ -121,6 +121,53 @@ def test_what_is_left_out_is_counted_and_named(project, tmp_path):
     assert len(read(tmp_path / "p/data/train.jsonl")) == 5
 
 
+def conversation(*texts):
+    """Messages of the user and of the assistant in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[turn % 2], "content": content} for turn, content in enumerate(texts)]
+
+
+def test_prompts_that_differ_before_the_last_message_are_all_kept(project, tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    chats = {
+        "6": conversation("What is 1+2?", "3", "Double it."),
+        "14": conversation("What is 3+4?", "7", "Double it."),
+        "22": conversation("What is 5+6?", "11", "Double it."),
+        "8": conversation("What is 1+3?", "4", "Double it."),
+        "9": [system, *conversation("What is half of 18?")],
+        "nine": conversation("What is half of 18?"),
+    }
+    rows = [{"messages": chat, "label": label} for label, chat in chats.items()]
+    rows += [{"messages": conversation("what  is 1+2?", "3", "Double it."), "label": "6"}]
+    held = [{"messages": [system, *chats["8"]], "label": "8"}]
+    train, test = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", held)
+    prepare = project()
+    status, text = prepare("--from", train, f"test={test}")
+    assert status == 0, text
+    assert "  left out 1: its prompt is also in an earlier row (train-7)" in text
+    assert "  left out 1: its prompt is also in the evaluation set test (train-4)" in text
+    written = {row["label"]: row["prompt"] for row in read(tmp_path / "p/data/train.jsonl")}
+    assert written == {label: chat for label, chat in chats.items() if label != "8"}
+
+
+def test_the_length_of_a_prompt_is_that_of_all_its_messages(project, tmp_path):
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [
+        {"messages": conversation("a" * 600, "yes", "Double it."), "label": "6"},
+        {"messages": conversation("What is 3+4?", "7", "Double it."), "label": "14"},
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    prepare = project()
+    status, text = prepare("--from", path, "--model", tmp_path / "model")
+    assert status == 0, text
+    assert "left out 1: its prompt has more than data.max_prompt_tokens = 512 tokens (train-1)" in (
+        text
+    )
+    assert [row["label"] for row in read(tmp_path / "p/data/train.jsonl")] == ["14"]
+
+
 def test_the_guides_output_is_real(project, tmp_path, capsys):
     """The blocks of docs/guides/gsm8k.md, but for digests, paths and left out lines."""
     page = (Path(__file__).parents[3] / "docs/guides/gsm8k.md").read_text()

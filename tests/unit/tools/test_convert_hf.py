@@ -201,6 +201,30 @@ def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "-1", "0", "large"])
+def test_a_size_of_files_that_no_file_has_is_refused(
+    hf: Path, tmp_path: Path, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path), f"--file-gb={size}"])
+    assert f"--file-gb: {size}: must be a number above 0" in capsys.readouterr().err
+
+
+def test_config_json_of_other_types_is_named(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = read(hf) | {"model.layers.shared.weight": torch.ones(2)}
+    other = copy_with(hf, tmp_path / "other", weights)
+    for command in (["info", str(other)], ["verify", str(hf), str(other)]):
+        assert main(command) == 2
+        assert "model.layers.shared.weight is not part of the model" in capsys.readouterr().err
+    change_config(other, vocab_size="61")
+    assert main(["info", str(other)]) == 2
+    assert "config.json vocab_size = '61': must be a whole number of at least 1" in (
+        capsys.readouterr().err
+    )
+
+
 def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     """Biases that select experts keep their precision; tensors that are not part of the model are
     copied from the original.
@@ -251,6 +275,108 @@ def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), (
         "it would never be pushed"
     )
+
+
+def with_prediction(hf: Path, folder: Path) -> Path:
+    """The model with a layer of multi-token prediction, whose tensors are bfloat16."""
+    weights = read(hf)
+    weights["model.layers.3.eh_proj.weight"] = torch.randn(4, 4).bfloat16()
+    weights["model.layers.3.enorm.weight"] = torch.randn(4).bfloat16()
+    copy_with(hf, folder, weights)
+    change_config(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def change_config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_layers_of_prediction_come_back_without_the_original(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = with_prediction(hf, tmp_path / "hf")
+    megatron, back = convert(original, tmp_path)
+    assert_same(read(back), read(original))
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in read(original).values())
+    capsys.readouterr()
+    for pair in ([original, megatron], [megatron, original], [megatron, megatron]):
+        assert main(["verify", *map(str, pair)]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [
+            "tensor model.layers.3.eh_proj.weight, model.layers.3.enorm.weight is not part of the"
+            " model and was not compared"
+        ]
+    for file in (megatron / "hf").glob("*.safetensors"):  # as of an earlier version
+        file.unlink()
+    command = ["megatron-to-hf", "--megatron", str(megatron), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert (
+        "1 layers of multi-token prediction, of which no tensors are there: none are written"
+        in (capsys.readouterr().out)
+    )
+    assert_same(read(tmp_path / "out"), read(hf))
+
+
+def test_layers_of_prediction_in_pickles_come_back(hf: Path, tmp_path: Path) -> None:
+    original = with_prediction(hf, tmp_path / "hf")
+    weights = read(original)
+    (original / "model.safetensors").unlink()
+    torch.save(weights, original / "pytorch_model.bin")
+    _, back = convert(original, tmp_path, "--trust-pickle")
+    assert_same(read(back), weights)
+
+
+def test_config_json_names_the_dtype_of_what_is_written(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loaders round to it."""
+    original = copy_with(hf, tmp_path / "hf", read(hf))
+    change_config(original, dtype="bfloat16")  # its tensors are float32
+    _, back = convert(original, tmp_path)
+    assert json.loads((back / "config.json").read_text())["dtype"] == "float32"
+    assert "WARNING" not in capsys.readouterr().out
+    weights = {name: value if "norm" in name else value.half() for name, value in read(hf).items()}
+    shutil.rmtree(tmp_path / "megatron")
+    shutil.rmtree(back)
+    _, back = convert(copy_with(original, tmp_path / "mixed", weights), tmp_path)
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "WARNING its tensors are float16, float32; config.json keeps" in capsys.readouterr().out
+
+
+def test_verify_tells_rounded_tensors_from_equal_ones_in_either_order(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = read(hf)
+    halves = {name: value.bfloat16() for name, value in weights.items()}
+    folders = {
+        "half": halves,
+        "widened": {name: value.float() for name, value in halves.items()},
+        "other": halves | {"model.norm.weight": halves["model.norm.weight"] * 1.01},
+        "float16": {name: value.half() for name, value in weights.items()},
+    }
+    paths = {name: copy_with(hf, tmp_path / name, value) for name, value in folders.items()}
+    paths["hf"] = hf
+    capsys.readouterr()
+    cases = [
+        ("half", "widened", 0, [f"{len(weights)} tensors are the same"]),
+        (
+            "hf",
+            "half",
+            0,
+            ["are equal after rounding to bfloat16 (stored as bfloat16 and float32)"],
+        ),
+        ("hf", "other", 1, ["1 of ", "are equal after rounding to bfloat16"]),
+        ("half", "float16", 1, [" tensors differ"]),
+    ]
+    for one, other, status, expected in cases:
+        printed = []
+        for pair in ([one, other], [other, one]):
+            assert main(["verify", *(str(paths[name]) for name in pair)]) == status, pair
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+        for line, part in zip(printed[0].splitlines(), expected, strict=False):
+            assert part in line
 
 
 def test_verify_names_what_differs(

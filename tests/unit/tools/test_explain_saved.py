@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from megatron_rl.config import load_config
+from megatron_rl.metrics.lines import append_lines
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, routes_digest
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weights
@@ -170,6 +171,12 @@ def test_a_proof_is_told_although_nothing_grew(tmp_path):
     text = "\n".join(found.lines())
     assert found.began is None and found.accuses and history.NO_BEGINNING in text
     assert "CAUSE routes_shifted: the server's routes" in text and "not measured" not in text
+
+
+def test_a_text_with_another_separator_of_lines_is_one_event(tmp_path):
+    event = {"step": 3, "kind": "stop", "text": "a\u2028b\u0085c"}
+    append_lines(tmp_path / "events.jsonl", [event])
+    assert history.events_near(tmp_path, 3) == ["step 3, stop: a\u2028b\u0085c"]
 
 
 # The command

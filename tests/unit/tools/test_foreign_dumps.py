@@ -412,6 +412,65 @@ def test_damaged_and_other_files_are_named(tmp_path, capsys):
     assert "no such file or folder" in error_of(tmp_path / "none", capsys)
 
 
+WRONG = {
+    "tokens": (None, "hello", [[1], [1, 2]], 5),
+    "response_length": (None, "4x", [4]),
+    "rollout_log_probs": ("none", [None, 0.0], [[0.0]], torch.zeros(4).to_sparse()),
+    "loss_mask": ({"a": 1}, 1),
+    "rollout_routed_experts": ("ids",),
+    "weight_versions": (3,),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_a_sample_with_other_content_is_named(name, value, tmp_path, capsys):
+    folder = save_samples(tmp_path, change=lambda samples: samples[2].update({name: value}))
+    message = error_of(folder, capsys)
+    assert f"5.pt, sample 2: {name}" in message and "must be" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_log_probs_are_read_as_a_trainer_keeps_them(dtype, tmp_path, capsys):
+    """In any dtype, and with a gradient; other tensors of a batch are not read."""
+
+    def kept(values):
+        return torch.as_tensor(values, dtype=dtype).requires_grad_()
+
+    def in_samples(samples):
+        for fields in samples:
+            fields["rollout_log_probs"] = kept(fields["rollout_log_probs"])
+
+    def in_batch(batch):
+        batch["rollout_log_probs"] = kept(batch["rollout_log_probs"])
+        batch["old_log_probs"] = torch.zeros(2, 3).to_sparse()
+
+    for folder in (
+        save_samples(tmp_path / "slime", change=in_samples),
+        save_batch(tmp_path / "verl", change=in_batch),
+    ):
+        report = report_of(folder, capsys)
+        assert report["passed"] and "logprobs" not in report["unchecked"], report
+
+
+def test_a_batch_of_other_shapes_is_named(tmp_path, capsys):
+    folder = save_batch(tmp_path, change=lambda batch: batch.update(prompts=torch.zeros(8)))
+    assert "5.pt: prompts is [8], must have two dimensions" in error_of(folder, capsys)
+
+
+def test_text_of_verl_ends_at_the_end_of_its_line(tmp_path, capsys):
+    """JSON need not escape other characters that separate lines."""
+    rows = [
+        {"input": "q", "output": text, "gts": "7", "score": 1.0, "step": 5}
+        for text in ("plain", "a\u2028b", "c\u0085d", "e\x1cf")
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "5.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report = report_of(tmp_path, capsys)
+    assert report["passed"] and report["rollouts"] == 4, report["findings"]
+
+
 def test_text_of_verl_is_read_for_what_it_holds(tmp_path, capsys):
     """_dump_generations: text without tokens."""
     line = {"input": "1+1?", "output": "2", "gts": "2", "score": 1.0, "step": 5, "acc": 1.0}

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -67,7 +68,22 @@ def test_the_round_trip_gives_the_weights_that_fp8_rollouts_are_sampled_from(
     }
     # never embedding, head, router or norms
     assert changed == {name for name in before if "proj" in name}
-    assert "quantization_config" not in load_hf_config(tmp_path / "hf")
+    config = load_hf_config(tmp_path / "hf")
+    assert "quantization_config" not in config and config["dtype"] == "float32"
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+
+
+def test_tensors_with_more_precision_than_the_dtype_keep_it(blocks, tmp_path):
+    copy = shutil.copytree(blocks, tmp_path / "blocks")
+    values = tensors(copy)
+    values["model.norm.weight"] = values["model.norm.weight"].float() + 1e-6
+    for file in copy.glob("*.safetensors*"):
+        file.unlink()
+    save_file(values, copy / "model.safetensors", metadata={"format": "pt"})
+    assert main(["dequantize", str(copy), "--out", str(tmp_path / "hf")]) == 0
+    after = tensors(tmp_path / "hf")
+    assert torch.equal(after["model.norm.weight"], values["model.norm.weight"])
+    assert {after[name].dtype for name in after if name[-11:] != "norm.weight"} == {torch.bfloat16}
 
 
 def test_transformers_computes_with_the_rounded_weights(tmp_path):

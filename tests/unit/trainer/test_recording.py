@@ -29,6 +29,7 @@ from tests.unit.trainer.test_events_of_a_step import events_of
         (None, "finished"),
         (ValueError("one line\nand another"), "ValueError: one line"),
         (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (RuntimeError("no file caf\udce9.txt"), "RuntimeError: no file caf?.txt"),
     ],
 )
 def test_a_run_says_where_it_starts_and_why_it_ends(

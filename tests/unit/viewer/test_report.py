@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -144,6 +145,37 @@ def test_a_run_with_one_step_or_none_can_be_drawn(tmp_path):
     )
     with pytest.raises(ValueError, match="is this a run directory"):
         write_report(tmp_path)
+
+
+def test_half_a_surrogate_pair_in_a_text_is_no_error(run_dir, tmp_path):
+    """As the escapes that earlier versions wrote give."""
+    folder = tmp_path / "escaped"
+    shutil.copytree(run_dir, folder)
+    lines = (folder / "rollouts.jsonl").read_text().replace(': "p', r': "\ud83d p')
+    (folder / "rollouts.jsonl").write_text(lines)
+    assert "? p0" in write_report(folder).read_text(encoding="utf-8")
+
+
+def test_names_with_dollars_are_drawn_as_they_are(run_dir, tmp_path):
+    """matplotlib reads text between two as an equation, and fails at others."""
+    for name in ("lr$_$x", "a_$5_b_$"):
+        with Sinks(folder := tmp_path / name) as sinks:
+            sinks.write(StepResult(0, 1, {f"eval/{name}/avg@1": 0.5, f"episode/{name}": 1.0}))
+        assert write_report(folder).is_file()
+        report_command.main([str(folder), str(run_dir), "--out", str(tmp_path / "two.png")])
+
+
+def test_the_cut_last_line_of_a_killed_run_is_left_out(run_dir, tmp_path, caplog):
+    killed = tmp_path / "killed"
+    shutil.copytree(run_dir, killed)
+    whole = write_report(killed).read_text()
+    line = '{"step": 21, "policy_version": 21, "reward/\u00e9"'.encode()
+    for cut in (line, line[:-2]):
+        with open(killed / "metrics.jsonl", "ab") as file:
+            file.write(cut)
+        assert write_report(killed).read_text() == whole
+        assert "line 23 is incomplete and left out" in caplog.text
+        (killed / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
 
 
 def test_plot_run_compares(run_dir, tmp_path, capsys):

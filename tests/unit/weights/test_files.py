@@ -37,6 +37,8 @@ def test_layers_of_multi_token_prediction_are_left_out_under_every_name(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
     has = outline(tmp_path)
     assert [is_left_out(name, has) for name in theirs] == [True, True, False]
+    others = ["model.layers", "model.layers.shared.weight", "model.layers.-1.weight"]
+    assert not any(is_left_out(name, has) for name in others)
 
 
 def test_of_a_tensor_in_two_files_the_index_names_one_or_it_is_refused(tmp_path):

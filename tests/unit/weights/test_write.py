@@ -68,6 +68,25 @@ def test_a_checkpoint_replaces_an_older_one_as_a_whole(tmp_path, monkeypatch):
     assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o644}
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"torch_dtype": "bfloat16", "dtype": "bfloat16"},
+            {"torch_dtype": "float32", "dtype": "float32"},
+        ),
+        ({"dtype": None, "hidden_size": 2}, {"dtype": "float32", "hidden_size": 2}),
+        ({"hidden_size": 2}, {"hidden_size": 2}),
+    ],
+)
+def test_config_json_gets_the_dtype_of_the_tensors(tmp_path, config, expected):
+    """Loaders round to the dtype that it names."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    write_hf_checkpoint(stream("a", "b"), tmp_path / "source", tmp_path / "out", Ranks())
+    assert json.loads((tmp_path / "out/config.json").read_text()) == expected
+
+
 def test_other_names_than_the_source_has_are_refused_and_nothing_is_replaced(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()

@@ -81,8 +81,24 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def to_numpy(value: object) -> np.ndarray:
-    """Convert a tensor, an array or a list of numbers."""
+def to_numpy(value: object, where: str, dims: int | None = None) -> np.ndarray:
+    """Convert a tensor, an array or a list of numbers with `dims` dimensions (None: any number).
+
+    where: the file and the key.  Raises ValueError that names it for any other value.
+    """
     import torch
 
-    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    wanted = "numbers" if dims is None else f"numbers in {dims} dimensions"
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            # NumPy has no bfloat16
+            is_short = value.is_floating_point() and value.itemsize < torch.float32.itemsize
+            array = (value.float() if is_short else value).numpy()
+        else:
+            array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # rows of several lengths, sparse
+        raise ValueError(f"{where}: must be {wanted} ({brief(error)})") from error
+    if array.dtype.kind not in "biuf" or dims not in (None, array.ndim):
+        raise ValueError(f"{where}: must be {wanted}, got {type(value).__name__} {value!r:.80}")
+    return array

@@ -12,7 +12,7 @@ the model, K].
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,8 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
     if not isinstance(payload, dict) or not isinstance(samples, list):
         raise ValueError(f'{path}: no "samples": not a debug rollout dump of slime or miles')
     step = rollout_id(path, payload)
-    routes = [routes_in(sample) for sample in samples]
+    places = [f"{path}, sample {index}" for index in range(len(samples))]
+    routes = [routes_in(*pair) for pair in zip(samples, places, strict=True)]
     # one number for all rollouts: a layer that a server lost in one of them must stay visible
     dense = min((zero_layers(ids) for ids in routes if ids is not None and ids.size), default=0)
     for index, (sample, ids) in enumerate(zip(samples, routes, strict=True)):
@@ -64,15 +65,17 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
             text = f"the sample has no {missing}"
             findings.append(Finding("files", where, text, "another version of the trainer"))
             continue
-        tokens, length = to_numpy(sample["tokens"]).astype(np.int64), int(sample["response_length"])
-        versions = numbers(sample.get("weight_versions") or ())
-        logprobs = optional(sample, "rollout_log_probs")
+        place = places[index]
+        tokens = to_numpy(sample["tokens"], f"{place}: tokens", 1).astype(np.int64)
+        length = int(to_numpy(sample["response_length"], f"{place}: response_length", 0))
+        versions = numbers(sample.get("weight_versions"), place)
+        logprobs = optional(sample, "rollout_log_probs", place, 1)
         yield ForeignRollout(
             make_record(path, index, step, tokens, length, versions),
             tokens,
             or_zeros(logprobs, length),
             routes=None if ids is None else without_dense(ids, sizes, dense),
-            loss_mask=optional(sample, "loss_mask"),
+            loss_mask=optional(sample, "loss_mask", place, 1),
             weight_versions=versions,
             has_logprobs=logprobs is not None,
             dense=dense if sizes is None else 0,
@@ -90,14 +93,14 @@ def rollout_id(path: Path, payload: Mapping[str, object]) -> int:
     return step
 
 
-def routes_in(sample: object) -> np.ndarray | None:
+def routes_in(sample: object, place: str) -> np.ndarray | None:
     """Return the routes of a sample, or None.
 
     A sample with media has None too: images and sound take several rows for one token.
     """
     if not isinstance(sample, dict) or has_media(sample):
         return None
-    return optional(sample, "rollout_routed_experts")
+    return optional(sample, "rollout_routed_experts", place)
 
 
 def has_media(sample: Mapping[str, object]) -> bool:
@@ -105,17 +108,22 @@ def has_media(sample: Mapping[str, object]) -> bool:
     return isinstance(media, dict) and any(name in media for name in MEDIA)
 
 
-def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:
+def optional(
+    sample: Mapping[str, object], name: str, place: str, dims: int | None = None
+) -> np.ndarray | None:
     value = sample.get(name)
-    return None if value is None else to_numpy(value)
+    return None if value is None else to_numpy(value, f"{place}: {name}", dims)
 
 
-def numbers(versions: Sequence[object]) -> list[int]:
+def numbers(versions: object, place: str) -> list[int]:
     """Return weight versions, which are text, as numbers.
 
-    SGLang's version is "default" until the first weight sync, which has no order: then [].
+    SGLang's version is "default" until the first weight sync, which has no order: then [].  Raises
+    ValueError where they are no list.
     """
-    texts = [str(version) for version in versions]
+    if not isinstance(versions, list | None):
+        raise ValueError(f"{place}: weight_versions must be a list, got {versions!r:.80}")
+    texts = [str(version) for version in versions or ()]
     if not all(re.fullmatch(r"\d+", text) for text in texts):
         return []
     return [int(text) for text in texts]

@@ -33,6 +33,7 @@ from megatron_rl_tools.check_rollouts.pt_files import is_tensor, load_tensors, t
 
 LINE = ("input", "output", "gts", "score", "step")
 NEEDED = ("prompts", "responses", "attention_mask")
+OPTIONAL = ("input_ids", "response_mask", "rollout_log_probs", "routed_experts")
 EXPORT = 'in verl: torch.save(data.batch.to_dict(), "STEP.pt")'
 
 
@@ -57,7 +58,8 @@ def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRol
     def add(where: str, text: str, cause: str) -> None:
         findings.append(Finding("files", where, text, cause))
 
-    for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    # of bytes: splitlines of a text also splits at other characters, which JSON need not escape
+    for index, line in enumerate(path.read_bytes().splitlines()):
         where = f"step {step} {path.name}#{index}"
         try:
             fields = json.loads(line)
@@ -91,7 +93,11 @@ def read_batch(
             f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}"
         )
     assert isinstance(payload, dict)
-    batch = {name: to_numpy(value) for name, value in payload.items() if is_tensor(value)}
+    batch = {
+        name: to_numpy(payload[name], f"{path}: {name}")
+        for name in (*NEEDED, *OPTIONAL)
+        if is_tensor(payload.get(name))
+    }
     step = number_in(path)
     routes = batch.get("routed_experts")
     dense = 0
@@ -115,6 +121,9 @@ def read_batch(
 
 def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
     """Return which shape of the batch does not fit the others, as text, or None."""
+    for name in ("prompts", "responses"):
+        if batch[name].ndim != 2:
+            return f"{name} is {list(batch[name].shape)}, must have two dimensions"
     size, prompt = len(batch["prompts"]), batch["prompts"].shape[1]
     response = batch["responses"].shape[1]
     expected = {

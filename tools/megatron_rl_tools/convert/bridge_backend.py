@@ -38,7 +38,7 @@ from megatron_rl.engine.provider import provider_of
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.entries import entries
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers, write_dtype
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
@@ -111,10 +111,11 @@ def bridge_megatron_to_hf(
     Returns None if it exists already.  `config` must have weights: Megatron-Bridge takes the names
     of the tensors and of their files from there.
     """
-    if not any(config.glob("*.safetensors")):
+    # DIR/hf has no weights, or those of multi-token prediction alone
+    if config == megatron / "hf" or not any(config.glob("*.safetensors")):
         raise CheckpointError(
-            f"{config}: has no safetensors, from which --backend bridge takes names; set --config"
-            " to the original"
+            f"{config}: has no safetensors of the model, from which --backend bridge takes names;"
+            " set --config to the original"
         )
     kept, make = dtype or stored_dtype(config), maker(config)
     job = {
@@ -132,7 +133,8 @@ def bridge_megatron_to_hf(
     state = SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True)
     model.chunk.load_state_dict(state)
     model.write(place)
-    copy_companions(config, place, dtype)
+    copy_companions(config, place)
+    write_dtype(place, kept)
     finish_files(place, out, job)
     return outcome_of(model, before, start)
 

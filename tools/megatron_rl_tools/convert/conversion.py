@@ -32,12 +32,19 @@ from megatron_rl.metrics.console import clock
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
+from megatron_rl.weights.hf.files import (
+    CheckpointError,
+    HFFiles,
+    dtype_name,
+    listed,
+    write_dtype,
+    write_index,
+)
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     barrier,
+    copied_tensors,
     copy_companions,
-    files_of_rest,
     fingerprint,
     finish_files,
     gather_digests,
@@ -55,6 +62,12 @@ from megatron_rl_tools.convert.run_adapters import MergedSide, adapters_of_run
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 MIB = 2**20
+NO_MTP = (
+    "WARNING {path}: its config.json has {count} layers of multi-token prediction, of which no"
+    " tensors are there: none are written; set --config to the HF directory that has them"
+)
+MTP_FILE = "mtp.safetensors"
+"""The file in DIR/hf with the tensors that a torch_dist checkpoint does not have."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,8 @@ def hf_to_megatron(
     if work.rank == 0:
         write_metadata(place, read_journal(place, len(units)), slots.extra_states)
         copy_companions(hf, place / "hf")
+        copied = copied_tensors(hf, spec, trust_pickle=trust_pickle)
+        copied.copy_to(place / "hf" / MTP_FILE)
         finish_files(place, out, job)
     barrier()
     return outcome
@@ -133,7 +148,9 @@ def megatron_to_hf(
     """
     spec = make_spec(load_hf_config(config))
     source = model_of(megatron, config, spec, parallel)
-    copied = files_of_rest(config, spec)
+    copied = copied_tensors(config, spec)
+    if spec.mtp_layers and not copied.pieces:
+        work.log(NO_MTP.format(path=config, count=spec.mtp_layers))
 
     def pieces(entry: Entry) -> list[Piece]:
         return [Piece(name, shape, written_dtype(source, entry, dtype)) for name, shape in entry.hf]
@@ -142,7 +159,7 @@ def megatron_to_hf(
         return group_bytes(entry, written_dtype(source, entry, dtype))
 
     units = split_units(entries(spec), size, file_bytes)
-    total = len(units) + bool(copied.names)
+    total = len(units) + bool(copied.pieces)
     job = {
         "to": "hf",
         "from": fingerprint(megatron),
@@ -166,14 +183,30 @@ def megatron_to_hf(
 
     outcome = run_units(units, convert, place, work, size)
     if work.rank == 0:
-        last = shard_name(total - 1, total)
-        copied.copy_to(place / last)
+        copied.copy_to(place / (last := shard_name(total - 1, total)))
         files = files_of_tensors(units, total) | dict.fromkeys(copied.names, last)
-        write_index(place, files, sum(size(entry) for unit in units for entry in unit))
-        copy_companions(config, place, dtype)
+        write_index(place, files, outcome.num_bytes + copied.num_bytes)
+        copy_companions(config, place)
+        write_common_dtype(place, source, dtype, spec, work)
         finish_files(place, out, job)
     barrier()
     return outcome
+
+
+def write_common_dtype(
+    place: Path, source: Side, dtype: torch.dtype | None, spec: ModelSpec, work: FileWork
+) -> None:
+    """Write the dtype of the model's tensors into config.json; where they have several, it keeps
+    its own, and a line says so.
+    """
+    kept = {
+        written_dtype(source, entry, dtype) for entry in entries(spec) if not entry.rule.float32
+    }
+    if len(kept) == 1:
+        write_dtype(place, kept.pop())
+    else:
+        names = ", ".join(sorted(map(dtype_name, kept)))
+        work.log(f"WARNING its tensors are {names}; config.json keeps the dtype that it names")
 
 
 def model_of(megatron: Path, config: Path, spec: ModelSpec, parallel: Parallel) -> Side:
@@ -197,24 +230,6 @@ def files_of_tensors(units: Sequence[Sequence[Entry]], total: int) -> dict[str, 
         for entry in unit
         for name in entry.hf_names
     }
-
-
-def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int, list[str]]:
-    """Return (number of compared tensors, names of those that differ) of two checkpoints, both in
-    the dtypes of `other`.
-    """
-    different, count = set(), 0
-    for number, entry in enumerate(entries(spec)):
-        if number % work.world != work.rank:
-            continue
-        for index, name in enumerate(entry.hf_names):
-            count += 1
-            blocks = zip(one.tensor(entry, index), other.tensor(entry, index), strict=True)
-            for (_, a), (_, b) in blocks:
-                if not torch.equal(a.to(b.dtype), b):
-                    different.add(name)
-    counts = gather_digests((count, different))
-    return sum(rank[0] for rank in counts), sorted(name for rank in counts for name in rank[1])
 
 
 def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:

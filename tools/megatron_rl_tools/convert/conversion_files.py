@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.folder import sync, write_text
@@ -38,33 +37,42 @@ class FileWork:
 
 
 @dataclass(frozen=True)
-class Rest:
+class CopiedTensors:
     """Tensors of an HF directory that do not belong to the model and are copied unchanged."""
 
     path: Path
-    names: tuple[str, ...]
+    pieces: tuple[Piece, ...] = ()
+    trust_pickle: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [piece.name for piece in self.pieces]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
 
     def copy_to(self, file: Path) -> None:
-        if not self.names:
+        if not self.pieces:
             return
-        with HFFiles(self.path) as files:
-            headers = [files.headers[name] for name in self.names]
-            pieces = [Piece(header.name, header.shape, header.torch_dtype()) for header in headers]
-            writer = ShardWriter(file, pieces)
+        with HFFiles(self.path, trust_pickle=self.trust_pickle) as files:
+            writer = ShardWriter(file, self.pieces)
             for name in self.names:
                 writer.write(name, [files.read(name)])
             writer.close()
 
 
-def files_of_rest(config: Path, spec: ModelSpec) -> Rest:
+def copied_tensors(path: Path, spec: ModelSpec, *, trust_pickle: bool = False) -> CopiedTensors:
     """Return the tensors of multi-token prediction; the copy of a tied head is left out."""
-    if not any(config.glob("*.safetensors")):
-        return Rest(config, ())
-    with HFFiles(config) as files:
-        names = tuple(
-            name for name in files.headers if is_left_out(name, spec) and name != "lm_head.weight"
+    if not trust_pickle and not any(path.glob("*.safetensors")):
+        return CopiedTensors(path)
+    with HFFiles(path, trust_pickle=trust_pickle) as files:
+        pieces = tuple(
+            Piece(name, header.shape, header.torch_dtype())
+            for name, header in files.headers.items()
+            if is_left_out(name, spec) and name != "lm_head.weight"
         )
-    return Rest(config, names)
+    return CopiedTensors(path, pieces, trust_pickle)
 
 
 def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
@@ -110,20 +118,12 @@ def finish_files(place: Path, out: Path, job: Job) -> None:
     sync(out.parent)
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config.json, generation config, tokenizer and every other file without weights.
-
-    With a dtype, config.json gets it: loaders read it from there.
-    """
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy config.json, generation config, tokenizer and every other file without weights."""
     target.mkdir(exist_ok=True)
     for file in companions(source):
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
-    config = json.loads((target / "config.json").read_text())
-    keys = {"torch_dtype", "dtype"} & config.keys()
-    if dtype is not None and keys:
-        config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def shard_name(index: int, total: int) -> str:

@@ -20,8 +20,9 @@ from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.entries import entries
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_left_out, listed
 from megatron_rl.weights.hf.peft_folder import CONFIG as PEFT
+from megatron_rl_tools.convert.comparison import verify
 from megatron_rl_tools.convert.conversion import (
     MIB,
     Conversion,
@@ -29,8 +30,8 @@ from megatron_rl_tools.convert.conversion import (
     hf_to_megatron,
     megatron_to_hf,
     model_of,
-    verify,
 )
+from megatron_rl_tools.convert.conversion_files import copied_tensors
 from megatron_rl_tools.convert.conversion_sides import HFSide, Side
 from megatron_rl_tools.convert.options import DTYPES, parse
 from megatron_rl_tools.convert.run_adapters import (
@@ -149,7 +150,9 @@ def summary_line(out: Path, outcome: Conversion) -> str:
 
 
 def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
-    """Return exit status 0 if all tensors of the two checkpoints are equal, else 1."""
+    """Return exit status 0 if all tensors of the two checkpoints are equal, also after rounding to
+    one of two dtypes, else 1.
+    """
     config = (
         args.config
         or next((path for path in args.dirs if is_hf(path)), None)
@@ -158,21 +161,24 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
     spec = make_spec(load_hf_config(config))
     with ExitStack() as stack:
         sides: list[Side] = []
+        skipped = set[str]()
         for path in args.dirs:
             if is_hf(path):
                 files = stack.enter_context(HFFiles(path, trust_pickle=args.trust_pickle))
                 files.check(spec)
                 sides.append(HFSide(files, spec))
+                skipped |= {name for name in files.headers if is_left_out(name, spec)}
             else:
                 # the other checkpoint is not the base of a run's adapters
                 base = config if adapters_of_run(path) is None else config_of(path, args.config)
                 sides.append(model_of(path, base, spec, parallel))
-        count, different = verify(sides[0], sides[1], spec, work)
-    if different:
-        work.log(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
-        return 1
-    work.log(f"{count} tensors are the same")
-    return 0
+                skipped |= set(copied_tensors(path / "hf", spec).names)
+        result = verify(sides[0], sides[1], spec, work)
+    for line in result.lines():
+        work.log(line)
+    if skipped:
+        work.log(listed("is not part of the model and was not compared", skipped))
+    return int(bool(result.different))
 
 
 def info(path: Path, config: Path | None) -> int:

@@ -17,6 +17,7 @@ model part; adapters ([lora]) are merged into their base, or written as a PEFT f
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
@@ -56,7 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for command in (forward, back):
         command.add_argument("--out", type=Path, required=True)
         command.add_argument("--dtype", choices=DTYPES, default="keep", help="default: as stored")
-        command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
+        command.add_argument("--file-gb", type=gigabytes, default=5.0, help="size of output files")
         command.add_argument("--backend", choices=("own", "bridge"), default="own")
     args = parser.parse_args(arguments)
     folders = [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")]
@@ -64,3 +65,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if path is not None and not path.is_dir():
             parser.error(f"{path}: no such directory")
     return args
+
+
+def gigabytes(text: str) -> float:
+    """Parse a size.  Raises ArgumentTypeError for one that no file has."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not (0 < size < math.inf):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0, in gigabytes")
+    return size

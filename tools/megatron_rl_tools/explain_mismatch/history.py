@@ -259,7 +259,7 @@ def compare_metrics(evidence: Evidence, results: Sequence[StepResult], at: int) 
 def events_near(folder: Path, step: int) -> list[str]:
     """Return the lines of events.jsonl of this step and the one before, as text."""
     try:
-        lines = (folder / "events.jsonl").read_text().splitlines()
+        lines = (folder / "events.jsonl").read_bytes().splitlines()
     except OSError:
         return []
     events = []
@@ -313,7 +313,7 @@ def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
     """
     lines_of_step: dict[int, list[TrainedLine]] = {}
     for file in RunFolder(folder).line_files("trained"):
-        for text in file.path.read_text(encoding="utf-8").splitlines():
+        for text in file.path.read_bytes().splitlines():
             try:
                 line: TrainedLine = json.loads(text)
             except ValueError:

@@ -48,7 +48,7 @@ def write_page(
         f"<body>{''.join(parts)}</body></html>"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 

@@ -145,7 +145,7 @@ def demo(place: StepPlace) -> StepOutcome:
     status = subprocess.run(command, cwd=ROOT).returncode
     findings.check(status == 0, f"the demo ended with exit status {status}")
     file = place.folder / "runs" / "demo" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
     steps = [row for row in rows if "train/loss" in row]
     findings.check(
         len(steps) == settings["run.num_steps"],

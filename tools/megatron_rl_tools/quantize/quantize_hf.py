@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.spec import ModelError, load_hf_config
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, TensorHeader, write_index
+from megatron_rl.weights.hf.files import (
+    DTYPES,
+    CheckpointError,
+    HFFiles,
+    TensorHeader,
+    write_dtype,
+    write_index,
+)
 from megatron_rl.weights.hf.fp8 import (
     BLOCK,
     QuantizeError,
@@ -114,7 +121,7 @@ def names_of_weights(name: str, work: Callable[[], T]) -> T:
 
 def dequantize(args: argparse.Namespace) -> int:
     """Write every quantised weight as value * scale of its block, in --dtype; other tensors are
-    unchanged.
+    written in it where it holds all their values, else unchanged.
     """
     method = load_hf_config(args.dir).get("quantization_config") or {}
     size = method.get("weight_block_size") or []
@@ -131,11 +138,18 @@ def dequantize(args: argparse.Namespace) -> int:
         def becomes(name: str, header: TensorHeader) -> list[Piece]:
             if name.endswith(SCALE):
                 return []
-            return [Piece(name, header.shape, dtype) if name in scaled else as_stored(header)]
+            # a tensor of more precision is unchanged: biases that select experts
+            if name not in scaled and not (
+                header.dtype in DTYPES and torch.promote_types(header.torch_dtype(), dtype) == dtype
+            ):
+                return [as_stored(header)]
+            return [Piece(name, header.shape, dtype)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-            scales = files.read(name + SCALE).float()
-            yield name, dequantize_blocks(tensor, scales, size[0]).to(dtype)
+            if name in scaled:
+                scales = files.read(name + SCALE).float()
+                tensor = dequantize_blocks(tensor, scales, size[0])
+            yield name, tensor.to(dtype)
 
         plan = {name: becomes(name, header) for name, header in files.headers.items()}
 
@@ -191,7 +205,9 @@ def rewrite(
             write_shard(place / file, names, files, plan, change)
             done.touch()
         print(f"[{number}/{len(shards)}] {file}  {time.monotonic() - start:.1f} s", flush=True)
-    copy_companions(args.dir, place, dtype)
+    copy_companions(args.dir, place)
+    if dtype is not None:
+        write_dtype(place, dtype)
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(new_config(config), indent=2) + "\n")
     size = sum(piece.nbytes for pieces in plan.values() for piece in pieces)

@@ -18,12 +18,14 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config import Config, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
@@ -179,7 +181,9 @@ def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
     base = load_config(args.model).parallel if is_toml(args.model) else ParallelConfig()
     names = (*SIZES, "layers_per_stage")
     flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return ParallelConfig.model_validate({**base.model_dump(), **flags})
+    # the stages of the whole model: a shrunk one has other layers
+    sizes = base.model_dump(exclude={"layers_per_stage"} if args.shrink else set())
+    return ParallelConfig.model_validate({**sizes, **flags})
 
 
 def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
@@ -231,15 +235,35 @@ def proof_config(
     model |= {"batch_format": args.format, "layer_spec": "local"}
     if args.recompute is not None:
         model["recompute_layers"] = 1
+    used = used_sections(toml) if toml else {}
     sections: dict[str, dict[str, Any]] = {
-        "model": {key: value for key, value in model.items() if value is not None},
+        **used,
+        "model": used.get("model", {})
+        | {key: value for key, value in model.items() if value is not None},
         "data": {"train": "unused"},
         "optim": {"lr": 0.0, "weight_decay": 0.0, "distributed": False, "clip_grad": 0.0},
         "parallel": sizes.model_dump(exclude_none=True),
         "replay": {"mode": args.mode, "measure": False},
         "loss": {"name": "minirl", "scale": 1.0},
     }
-    return load_config(toml, [], sections), spec
+    return load_config(None, [], sections), spec
+
+
+def used_sections(toml: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration that the proof reads; the layout is that of
+    parallel_sizes.
+
+    Fields of the optimizer are left out: the proof updates in float32 with lr 0.
+    """
+    values = load_config(toml).model_dump(mode="json", exclude_unset=True)
+    kept: dict[str, dict[str, Any]] = {
+        name: values[name] for name in ("model", "megatron") if name in values
+    }
+    of_model = {field.name for field in fields(TransformerConfig)}
+    optimizer = {field.name for field in fields(OptimizerConfig)} - of_model
+    for name in optimizer & kept.get("megatron", {}).keys():
+        del kept["megatron"][name]
+    return kept
 
 
 def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
