@@ -299,7 +299,7 @@ def test_what_is_timed_before_a_step_is_not_of_the_step(monkeypatch):
         cfg=cfg,
         checkpoint_policy=policy,
         step_trace=trace,
-        _progress=dict,
+        _state_dict=dict,
         rollouts=SimpleNamespace(is_used_up=lambda: False),
     )
     assert next(Trainer.steps(trainer)) == 3
