@@ -1,6 +1,10 @@
-"""The longest sequence of an episode that the run's servers and its trainer take."""
+"""The limits of an episode's sequences, among them the longest one that the run's servers and its
+trainer take.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from megatron_rl.config import Config
 
@@ -27,3 +31,31 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
             setting = f"the model's max_position_embeddings = {max_positions}"
             limits.append((max_positions - SERVER_TOKENS, setting))
     return min(limits)
+
+
+class Limits(Protocol):
+    """The limits of an episode, and what they count: see SessionSettings."""
+
+    max_tokens: int
+    max_episode_tokens: int
+    sequence_limit: tuple[int, str] | None
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def room(episode: Limits, num_tokens: int, length: int) -> tuple[int, str]:
+    """Return (tokens, setting): the room that the tightest limit leaves in a sequence, and its
+    setting.
+
+    num_tokens: turns and observations of the sequence.  length: with its start.
+    """
+    setting = f"rollout.max_response_tokens = {episode.max_tokens}"
+    limits = [(episode.max_tokens - num_tokens, setting)]
+    if episode.max_episode_tokens:
+        setting = f"agent.max_episode_tokens = {episode.max_episode_tokens}"
+        limits.append((episode.max_episode_tokens - episode.num_tokens, setting))
+    if episode.sequence_limit is not None:
+        most, setting = episode.sequence_limit
+        limits.append((most - length, setting))
+    return min(limits, key=lambda limit: limit[0])

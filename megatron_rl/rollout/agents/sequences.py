@@ -115,10 +115,13 @@ class Sequences:
     def extend(self, place: Place, token_ids: Sequence[int]) -> Branch:
         """Return the sequence of `place` with `token_ids` after it, which are not learned from.
 
-        Where another request has continued it, this is a new sequence with equal tokens.
+        Where another request has continued it, this is a new sequence with equal tokens.  Raises
+        ContextFull where they leave no room for a turn: the sequence stays as it was, and another
+        request may continue it.
         """
         if not place.is_open:
             return self.begin([*place.tokens, *token_ids])
+        place.branch.check_room(len(token_ids))
         place.is_open = False
         place.branch.observe(token_ids)
         return place.branch

@@ -371,6 +371,44 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
     assert sorted(found) == [[3] * 2 * TURN, [4] * 2 * TURN] and len(server.requests) == 1
 
 
+async def attempts(session, prompt):
+    """Two attempts at the same prompt, the first one in the branch that was opened last; the label
+    says which one continues.
+    """
+    second, first = session.branch(prompt.token_ids), session.branch(prompt.token_ids)
+    await first.generate(max_tokens=TURN)
+    waiting.append(prompt.id)
+    await asyncio.sleep(0 if resting.is_set() else 600)
+    await second.generate(max_tokens=TURN)
+    branch = {"first": first, "second": second}[prompt.label]
+    for _ in range(2):
+        branch.observe([9])
+        await branch.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("label", ["first", "second"])
+def test_attempts_at_one_prompt_get_their_own_turns_after_two_interruptions(label):
+    """The second interruption comes between the first turns of both: one of them was taken from the
+    record, and the other one was not asked for yet.
+    """
+    waiting.clear()
+    resting.set()
+    groups = [Group(replace(PROMPTS[0], label=label), 1)]
+    with FakeServer("ok", "ok", "ok", "slow", "ok", source=TurnModel(version=3)) as server:
+        client = client_of(server, "attempts")
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+        resting.clear()
+        interrupted(server, client_of(server, "attempts"), groups, 3, lambda: len(waiting) == 2)
+        resting.set()
+        client = client_of(server, "attempts")
+        fill(client, groups, 3)
+        assert len(server.requests) == 5, "a recorded turn was sampled again"
+    assert (client.counters.resumed_episodes, client.counters.diverged_episodes) == (1, 0)
+    (rollout,) = groups[0].rollouts.values()
+    assert sorted(len(sequence.episode.turns) for sequence in rollout.sequences) == [1, 3]
+
+
 async def branching(session, prompt):
     """Two sequences at the same time, and a turn after both."""
     first = await session.generate(max_tokens=TURN)
