@@ -212,6 +212,8 @@ class EpisodeCall:
         cfg = self.runner.cfg
         tries = 1 + self.runner.max_retries if cfg.on_error == "retry" else 1
         for attempt in range(1, tries + 1):
+            if self.call.enough:  # it would be thrown away, with all that it does to the world
+                raise GroupCancelled
             session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
                 group.put(index, await self._run(session, group.prompt))

@@ -74,6 +74,12 @@ async def greedy(session, prompt):
     return session.finish()
 
 
+async def notes_its_start(session, prompt):
+    waiting.append(prompt.id)
+    await session.generate(max_tokens=TURN)
+    return session.finish()
+
+
 async def stubborn(session, prompt):
     """Handles what ends it."""
     await session.generate(max_tokens=TURN)
@@ -203,6 +209,22 @@ def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
         fill(client_of(server, "rests"), groups, 3)
         check(groups, 2)
         assert len(server.requests) == 12
+
+
+@pytest.mark.parametrize("slots", ["rollout.max_concurrency", "agent.concurrency"])
+def test_an_episode_that_waits_for_its_slot_does_not_start_after_the_end(slots, monkeypatch):
+    """One request hangs, so that the slots of the others are free for a while before the end."""
+    monkeypatch.setattr("megatron_rl.rollout.client.client.STOP_SECONDS", 1.0)
+    waiting.clear()
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
+    with FakeServer("hang", "slow", source=TurnModel(version=3)) as server:
+        if slots == "agent.concurrency":
+            client = client_of(server, "notes_its_start", concurrency=4)
+        else:  # a group's two episodes share a slot
+            client = client_of(server, "notes_its_start")
+            client.cfg = client.cfg.model_copy(update={"max_concurrency": 2})
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+    assert waiting == ["q0", "q0", "q1", "q1"] and client.counters.cut_samples == 3
 
 
 def test_an_episode_that_handles_its_end_is_cut_all_the_same():
