@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from examples.agents.calculator import calculate
 from examples.agents.guess import Guess
@@ -135,6 +136,39 @@ def test_an_argument_of_any_name_is_answered(name):
         "x",
         False,
     )
+
+
+class Article(BaseModel):
+    price: float
+
+
+def look_up(name: str) -> str:
+    """Look up a price.
+
+    Args:
+        name: the article
+    """
+    return str(Article.model_validate({"cost": 3}).price)
+
+
+async def look_up_later(name: str) -> str:
+    """Look up a price.
+
+    Args:
+        name: the article
+    """
+    return look_up(name)
+
+
+@pytest.mark.parametrize("function", [look_up, look_up_later])
+def test_an_error_of_a_tools_code_is_none_of_its_arguments(function):
+    """Pydantic raises the same error for both: the model can mend one of them alone."""
+    call = ToolCall("id", function.__name__, {"name": "apple"}, "")
+    with pytest.raises(ValidationError, match="Article"):
+        asyncio.run(Tools([function]).answer(call))
+    wrong = replace(call, arguments={"name": ["apple"]})
+    answer = f"error: arguments of {call.name}: name: Input should be a valid string"
+    assert asyncio.run(Tools([function]).answer(wrong)) == (answer, True)
 
 
 def test_half_an_emoji_is_a_question_mark(qwen):
