@@ -55,15 +55,15 @@ def make_runner(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
-    max_positions: int | None = None,
+    server_tokens: int | None = None,
 ) -> EpisodeRunner | None:
     """Return the runner of [agent], None where a rollout is one response.
 
-    max_positions: positions of the model, None where they are not known.
+    server_tokens: the longest input that the servers take, None where it is not known.
     """
     if not cfg.agent.name:
         return None
-    limit = sequence_limit(cfg, max_positions)
+    limit = sequence_limit(cfg, server_tokens)
     processes = user_processes(cfg.agent, cfg.key_variables)
     if processes is not None:  # they end with the trainer
         processes.start()

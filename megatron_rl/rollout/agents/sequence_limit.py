@@ -9,14 +9,14 @@ from typing import Protocol
 from megatron_rl.config import Config
 
 SERVER_TOKENS = 6
-"""Tokens of its KV cache and of the model's positions that SGLang leaves unused (tp_worker.py:
-max_req_input_len)."""
+"""Tokens of its KV cache that SGLang leaves unused (tp_worker.py: max_req_input_len)."""
 
 
-def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
+def sequence_limit(cfg: Config, server_tokens: int | None) -> tuple[int, str]:
     """Return (tokens, setting): the longest sequence, prompt and response, and what limits it.
 
-    max_positions: positions of the model, None where they are not known.
+    server_tokens: the servers' max_req_input_len, by the model's positions (or --context-length)
+    and by the KV cache; None where it is not known.
     """
     rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
     response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
@@ -26,10 +26,8 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
     limits = [(longest, f"run.max_tokens_per_micro_batch = {rows}")]
     if not cfg.rollout.urls:
         limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
-        has_context = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
-        if max_positions is not None and not has_context:
-            setting = f"the model's max_position_embeddings = {max_positions}"
-            limits.append((max_positions - SERVER_TOKENS, setting))
+    if server_tokens is not None:
+        limits.append((server_tokens, f"the servers' max_req_input_len = {server_tokens}"))
     return min(limits)
 
 
