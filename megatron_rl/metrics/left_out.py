@@ -190,6 +190,11 @@ LEFT_OUT = (
         "The reward function returned no finite number, or a metric that is none",
         "Read the first warnings in the log, which have the value.",
     ),
+    LeftOut(
+        "reward/lost_starts_total", "lost reward workers", "watch", REWARD,
+        "A worker was lost while it loaded the reward function; another one took its place.",
+        "The log has how it ended; look for what kills it, such as a lack of memory.",
+    ),
     LeftOut("reward/unformatted_total", "unformatted responses", "normal", SHAPING),
     # routes
     LeftOut(

@@ -199,7 +199,7 @@ def test_every_total_counts_as_the_table_says(cfg):
             totals=of_teacher.totals, take_seconds=lambda: [0.1]
         )
         counters.dropped.update(aborted=3, stale_version=3, routes_shape=3, other=3)
-        pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "scored"), 3))
+        pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "lost_starts", "scored"), 3))
         live.inference.restarts = trainer.recording.files.failed = trainer.saved_batches.unsaved = 3
         for step in range(2):
             if step == 0:
