@@ -69,8 +69,8 @@ class RewardPool:
             hidden_env=tuple(hidden_env),
         )
         self.counters: Counter[str] = Counter()
-        """Responses since the pool was made: scored, unformatted, and failures.KINDS; also lost_starts,
-        of workers."""
+        """Responses since the pool was made: scored, unformatted, and failures.KINDS; and
+        lost_starts, of workers."""
         # one loop for the pool's life: streams belong to the loop that opened them
         self._runner = asyncio.Runner()
         self._workers: list[WorkerProcess] = []
