@@ -98,7 +98,7 @@ class StandaloneSampler:
                     if self.server_pool is None or not (gone := self.server_pool.lost()):
                         raise
                     self.console.log(f"{name}: {', '.join(gone)} died; its part is sampled again")
-                    self.client.set_urls(self.server_pool.take())
+                    self.client.set_urls(self.server_pool.take(), replaced=True)
         return groups
 
     def _generate(
