@@ -356,8 +356,8 @@ LEFT_OUT = (
     LeftOut("rollout/diverged_tokens_total", "diverged tokens", "same", RESUMED),
     LeftOut(
         "rollout/unread_turns_total", "unread answers", "watch", ANY_AGENT,
-        "The client of the endpoint failed or hung up before it had read these answers: they are"
-        " not learned from.",
+        "A request of the endpoint failed, or its client hung up before these answers were written:"
+        " they are not learned from.",
         "Raise the client's time-out, or ask for fewer tokens.",
     ),
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),

@@ -3,7 +3,7 @@
 The input of a request continues a sequence after a turn that was sampled in it, or begins another
 one.  Conversations (messages in a chat format) and RawPrompts (text and token ids) decide which; a
 sequence that one of them began may be continued by either.  The answer of a request is part of the
-episode when its client has read it.
+episode when it was written to its client.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sequences:
         counters.unread_tokens += sum(tokens)
         if tokens:
             logger.warning(
-                "rollout %s: a request failed, or its client did not read the answer: %d turns of"
+                "rollout %s: a request failed, or its client hung up before the answer: %d turns of"
                 " %d tokens are not learned from",
                 self._session.name,
                 len(tokens),
