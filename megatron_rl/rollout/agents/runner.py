@@ -214,6 +214,8 @@ class EpisodeCall:
         for attempt in range(1, tries + 1):
             if self.call.enough:  # it would be thrown away, with all that it does to the world
                 raise GroupCancelled
+            if cfg.resume == "restart" and group.prefixes.pop(index, None) is not None:
+                self.counters.redrawn_samples += 1  # of a checkpoint, by a run that continued it
             session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
                 group.put(index, await self._run(session, group.prompt))

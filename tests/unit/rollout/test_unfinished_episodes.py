@@ -279,6 +279,21 @@ def test_restart_begins_again_and_counts_it():
         )
 
 
+def test_restart_begins_again_also_what_a_checkpoint_has():
+    """The setting may be changed at a resume, as the warning of a diverged episode recommends."""
+    groups = [Group(PROMPTS[0], GROUP)]
+    with FakeServer("ok", "ok", "slow", source=TurnModel(version=3)) as server:
+        client = client_of(server, "repeatable")
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+        assert len(groups[0].prefixes) == GROUP
+        server.script, before = ["ok"], len(server.requests)
+        again = client_of(server, "repeatable", resume="restart")
+        fill(again, groups, 3)
+        assert len(server.requests) - before == 5 * GROUP
+    check(groups, 5)
+    assert again.counters.resumed_episodes == 0 and again.counters.redrawn_samples == GROUP
+
+
 def test_groups_that_were_not_needed_continue_under_the_next_weights():
     """rollout.partial = resume with over-sampling: versions per token, nothing repeated."""
     model = TurnModel(version=3)
