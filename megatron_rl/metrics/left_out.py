@@ -192,8 +192,7 @@ LEFT_OUT = (
     ),
     LeftOut(
         "reward/lost_starts_total", "lost reward workers", "watch", REWARD,
-        "A worker was lost while it loaded the reward function; another one took its place.",
-        "The log has how it ended; look for what kills it, such as a lack of memory.",
+        "A worker was lost while it loaded the reward function.", "The log has how it ended.",
     ),
     LeftOut("reward/unformatted_total", "unformatted responses", "normal", SHAPING),
     # routes
@@ -356,8 +355,7 @@ LEFT_OUT = (
     LeftOut("rollout/diverged_tokens_total", "diverged tokens", "same", RESUMED),
     LeftOut(
         "rollout/unread_turns_total", "unread answers", "watch", ANY_AGENT,
-        "A request of the endpoint failed, or its client hung up before these answers were written:"
-        " they are not learned from.",
+        "Answers whose request failed, or whose client hung up before, are not learned from.",
         "Raise the client's time-out, or ask for fewer tokens.",
     ),
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),
