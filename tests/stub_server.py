@@ -21,7 +21,8 @@ class Stub(BaseHTTPRequestHandler):
     version = ""
 
     def do_GET(self) -> None:
-        self.reply({"weight_version": Stub.version})
+        longest = {"max_req_input_len": 30} if self.path == "/server_info" else {}
+        self.reply({"weight_version": Stub.version, **longest})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")

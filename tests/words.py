@@ -4,10 +4,10 @@ w63, where token i is wi; and of bytes or characters with the tokens of a chat f
 """
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.decoders import Fuse
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tests.faults.samples import SPEC
@@ -18,6 +18,16 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", eos_token="w1")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Five words with their spaces, and the decoder of Mixtral's tokenizer.json."""
+    spaced = [f"\u2581{word}" for word in ("The", "capital", "is", "Paris", "and")]
+    words = ["<unk>", "</s>", *spaced]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = Metaspace(prepend_scheme="first")
+    core.decoder = Sequence([Replace("\u2581", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
 
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

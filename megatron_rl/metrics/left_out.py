@@ -190,6 +190,10 @@ LEFT_OUT = (
         "The reward function returned no finite number, or a metric that is none",
         "Read the first warnings in the log, which have the value.",
     ),
+    LeftOut(
+        "reward/lost_starts_total", "lost reward workers", "watch", REWARD,
+        "A worker was lost while it loaded the reward function.", "The log has how it ended.",
+    ),
     LeftOut("reward/unformatted_total", "unformatted responses", "normal", SHAPING),
     # routes
     LeftOut(
@@ -351,8 +355,7 @@ LEFT_OUT = (
     LeftOut("rollout/diverged_tokens_total", "diverged tokens", "same", RESUMED),
     LeftOut(
         "rollout/unread_turns_total", "unread answers", "watch", ANY_AGENT,
-        "The client of the endpoint failed or hung up before it had read these answers: they are"
-        " not learned from.",
+        "Answers whose request failed, or whose client hung up before, are not learned from.",
         "Raise the client's time-out, or ask for fewer tokens.",
     ),
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),

@@ -34,6 +34,8 @@ from megatron_rl.workers.worker_process import WorkerProcess
 __all__ = ["RewardError", "RewardPool", "Rewarded"]
 
 SHOWN = 3  # failures of a kind that are logged in full
+# workers of a slot that may be lost, one after the other, while they start, until the run stops
+MAX_STARTS = 3
 # seconds in which a late call of an async function must end; else it blocks the worker's event loop
 CANCEL_SECONDS = 2.0
 MATH_GIB = 4.0  # address space of a worker for math: 10**10**8 ends in MemoryError
@@ -67,12 +69,13 @@ class RewardPool:
             hidden_env=tuple(hidden_env),
         )
         self.counters: Counter[str] = Counter()
-        """Responses since the pool was made: scored, unformatted, and failures.KINDS."""
+        """Responses since the pool was made: scored, unformatted, and failures.KINDS; and
+        lost_starts, of workers."""
         # one loop for the pool's life: streams belong to the loop that opened them
         self._runner = asyncio.Runner()
         self._workers: list[WorkerProcess] = []
         self._form: Form = "texts"
-        self._is_async = False
+        self._is_async = self._has_loaded = False
         self._logged: Counter[str] = Counter()
         self._unchecked: list[tuple[Call, list[Reply]]] = []
         self._has_worked = False  # on some response of the last check
@@ -86,7 +89,9 @@ class RewardPool:
             self._workers = [
                 WorkerProcess.launched(self._spec) for _ in range(self.config.num_workers)
             ]
-            (self._form, self._is_async), *_ = self._runner.run(self._connect_all())
+            self._runner.run(self._connect_all())
+            self._form, self._is_async = self._runner.run(self._workers[0].connect())
+            self._has_loaded = True
         except BaseException:
             self.__exit__()
             raise
@@ -150,7 +155,7 @@ class RewardPool:
 
     def totals(self) -> dict[str, float]:
         """Return metrics: counts of responses since the pool was made."""
-        counted = {kind: self.counters[kind] for kind in ("unformatted", *KINDS)}
+        counted = {kind: self.counters[kind] for kind in ("unformatted", "lost_starts", *KINDS)}
         counted["responses"] = self.counters["scored"] + sum(self.counters[kind] for kind in KINDS)
         return {f"reward/{name}_total": float(count) for name, count in counted.items()}
 
@@ -197,16 +202,31 @@ class RewardPool:
         penalty = self.config.format_penalty * (shaped and not reply["formatted"])
         return Rewarded(reply["score"] - penalty, reply["metrics"])
 
-    async def _connect_all(self) -> list[tuple[Form, bool]]:
-        return await asyncio.gather(*map(self._connect, self._workers))
+    async def _connect_all(self) -> None:
+        await asyncio.gather(*map(self._connected, range(len(self._workers))))
 
-    async def _connect(self, worker: WorkerProcess) -> tuple[Form, bool]:
-        """Wait until the worker has loaded the function.  Raises RewardError when it cannot."""
+    async def _connected(self, slot: int, start: int = 1) -> WorkerProcess:
+        """Return the worker of the slot when it has loaded the function.  One that is lost
+        meanwhile is replaced, where others have loaded it before.  Raises RewardError.
+        """
+        worker, name = self._workers[slot], f"reward.function = {self.config.function!r}"
         try:
-            return await worker.connect()
+            await worker.connect()
+            return worker
         except CallFailed as error:
-            name = self.config.function
-            raise RewardError(f"reward.function = {name!r} cannot be loaded: {error}") from error
+            if error.kind == "errors" or not self._has_loaded:
+                raise RewardError(f"{name} cannot be loaded: {error}") from error
+            if start == MAX_STARTS:
+                raise RewardError(
+                    f"{name}: {MAX_STARTS} workers in a row were lost while they started, the last"
+                    f" one: {error}; others have loaded it before: look for what kills them, such"
+                    " as a lack of memory"
+                ) from error
+            if self._workers[slot] is worker:  # several calls may have waited for it
+                self.counters["lost_starts"] += 1
+                logger.warning("reward: a worker was lost while it started: %s; replaced", error)
+                self._replace(slot, worker)
+        return await self._connected(slot, start + 1)
 
     async def _ask_all(self, calls: Mapping[str, Call], replies: dict[str, list[Reply]]) -> None:
         await self._connect_all()
@@ -232,12 +252,11 @@ class RewardPool:
         """
         while waiting:
             key = waiting.popleft()
-            worker = self._workers[slot]
             try:
                 with self.trace.span(
                     "score", "reward", thread="reward", key=str(next(self._number)), worker=slot
                 ):
-                    await self._connect(worker)
+                    worker = await self._connected(slot)
                     grace = CANCEL_SECONDS * self._is_async
                     item, seconds = self._item(calls[key]), self.config.timeout_seconds
                     answer = await worker.call("score", item, seconds, grace)

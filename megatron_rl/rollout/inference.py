@@ -164,7 +164,8 @@ class Inference:
         self.servers_have_memory = True
         self.version = version
         if self.client is not None:
-            self.client.set_urls(self.urls)
+            # with rollout.port a replacement has the URL of the server that died
+            self.client.set_urls(self.urls, replaced=self.pushed_to != before)
         # A server that was replaced has lost the requests of the open task: end the task on every
         # leader.  An error of `end` is expected, as that server does not answer, and is ignored;
         # _failed_somewhere is called because it waits for all ranks and handles a stop.

@@ -176,8 +176,10 @@ class Scheduler:
             return f"{text}: sampled again, as {', '.join(accepted)} changed"
         if self.inference.client is not None:
             # the number of replicas may have changed: groups follow their prompts
-            order, dp = self.prompts.peek(len(self.prompts.returned) + len(headers)), self.parallel
-            part = slice(dp.dp_rank, None, dp.dp_size)
+            most = len(self.prompts.returned) + len(headers)
+            # data that is not repeated may end before
+            order = self.prompts.peek(self.prompts.num_available(most))
+            part = slice(self.parallel.dp_rank, None, self.parallel.dp_size)
             groups = read_groups(waiting, self.prompts.prompts, order, part)
             self.restored = [group for group in groups if self._fits(group)]
             if misfits := len(groups) - len(self.restored):

@@ -22,11 +22,13 @@ from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
+    ServerInfo,
     accepted_lines,
     auth_headers,
     check_identical,
     check_server,
     check_settings,
+    longest_input,
     read_served_config,
     server_info,
     tokenizer_digest,
@@ -65,8 +67,8 @@ class StandaloneSampler:
             if not self.cfg.rollout.urls:
                 self.server_pool = stack.enter_context(self._make_server_pool())
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
-            self._check(urls)
-            episodes = make_runner(self.cfg, self.tokenizer, self.spec.vocab_size)
+            longest = longest_input(self._check(urls))
+            episodes = make_runner(self.cfg, self.tokenizer, self.spec.vocab_size, longest)
             self.client = RolloutClient(
                 urls,
                 self.cfg.rollout,
@@ -96,7 +98,7 @@ class StandaloneSampler:
                     if self.server_pool is None or not (gone := self.server_pool.lost()):
                         raise
                     self.console.log(f"{name}: {', '.join(gone)} died; its part is sampled again")
-                    self.client.set_urls(self.server_pool.take())
+                    self.client.set_urls(self.server_pool.take(), replaced=True)
         return groups
 
     def _generate(
@@ -128,8 +130,8 @@ class StandaloneSampler:
             weight_version="0",  # no push follows: the checkpoint's own weights are sampled
         )
 
-    def _check(self, urls: Sequence[str]) -> None:
-        """Check the servers, and note the version of their weights."""
+    def _check(self, urls: Sequence[str]) -> list[ServerInfo]:
+        """Check the servers, note the version of their weights, and return what they report."""
         headers = auth_headers(self.cfg.rollout)
         timeout = self.cfg.rollout.probe_seconds(self.device)
         infos = [server_info(url, headers, timeout=timeout) for url in urls]
@@ -158,6 +160,7 @@ class StandaloneSampler:
                 f"rollout.urls: {error}, which every sample repeats; send weights to them, or start"
                 " them with --weight-version 0"
             ) from None
+        return infos
 
 
 def served_model(path: Path) -> ModelSizes:

@@ -40,6 +40,7 @@ from megatron_rl.rollout.server.server_info import (
     check_in_place,
     check_server,
     check_settings,
+    longest_input,
     server_info,
     tokenizer_digest,
 )
@@ -158,6 +159,8 @@ class FoundServers(NamedTuple):
     """URL -> the settings that check_settings has checked."""
     run: str
     """The run's name for the weights that it sends, the same on every rank (weights/version.py)."""
+    longest_input: int | None = None
+    """Number of tokens that every server takes as input, None where none tells."""
 
 
 def find_servers(
@@ -204,7 +207,11 @@ def find_servers(
     # refuse a limit without effect now, before the first weight sync
     parity_limits(cfg, infos[0].dtype)
     return FoundServers(
-        tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos}, new_run_name()
+        tuple(urls),
+        infos[0].dtype,
+        {info.url: info.settings for info in infos},
+        new_run_name(),
+        longest_input(infos),
     )
 
 
@@ -228,7 +235,7 @@ def make_leader(
         want_routes=cfg.needs_routes,
         drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
         by_adapter=cfg.rollout.weight_sync == "adapter",
-        episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
+        episodes=make_runner(cfg, tokenizer, spec.vocab_size, servers.longest_input),
         run=servers.run,
         teachers=make_teachers(cfg, spec),
     )

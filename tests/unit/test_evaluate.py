@@ -15,6 +15,7 @@ from megatron_rl.config import ConfigError, EvalConfig, RewardConfig, dump_confi
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.agents.episode import ContextFull
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server.process import Server
@@ -376,6 +377,23 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
         len(group.rollouts) == 2 for group in groups
     )
     assert any(f"{first.url} died; its part is sampled again" in line for line in said), said
+
+
+async def continues_with_less(session, prompt):
+    """As an agent that shortens its history where the context is full."""
+    await session.generate(max_tokens=5)
+    session.observe([9] * 30)
+    with pytest.raises(ContextFull, match="the servers' max_req_input_len = 30 are used up"):
+        await session.generate(max_tokens=5)
+    await session.branch(prompt.token_ids).generate(max_tokens=5)
+    return session.finish(1.0)
+
+
+def test_an_agent_knows_the_context_of_the_servers(checkpoint, capsys):
+    agent = ["--agent.function", f"{__name__}:continues_with_less"]
+    assert evaluate.main(arguments(checkpoint, *agent)) == 0, capsys.readouterr().err
+    results = json.loads((checkpoint.parent / "out/results.json").read_text())
+    assert results["sets"]["aime"]["avg@3"] == 1.0
 
 
 def test_servers_must_name_their_weights_by_a_number(checkpoint, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Input,
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
 from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
+from megatron_rl.rollout.agents.sequence_limit import Limits, room
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import check_continues, join_parts
@@ -33,15 +34,12 @@ OBSERVED_ROLES = ("tool", "user")
 for a system message there."""
 
 
-class EpisodeOfBranch(Protocol):
+class EpisodeOfBranch(Limits, Protocol):
     """The part of a Session that a branch needs."""
 
     prompt: Prompt
     name: str
     server: str
-    max_tokens: int
-    max_episode_tokens: int
-    sequence_limit: tuple[int, str] | None
     tokenizer: PreTrainedTokenizerBase
     chat: Chat | None
     counters: RolloutCounters
@@ -49,10 +47,9 @@ class EpisodeOfBranch(Protocol):
     sample: Callable[[Group], Awaitable[None]]
     idle_since: float
 
-    @property
-    def num_tokens(self) -> int: ...
     def waiting(self) -> AbstractContextManager[None]: ...
     def span(self, name: str, kind: str) -> AbstractContextManager[object]: ...
+    def asked(self, branch: Branch) -> None: ...
     def ended(self, branch: Branch) -> None: ...
     def check_open(self) -> None: ...
     def check_finite(self, name: str, value: object) -> None: ...
@@ -131,7 +128,20 @@ class Branch:
     @property
     def remaining(self) -> int:
         """Tokens that turns and observations may still take."""
-        return self._room()[0]
+        return room(self._session, self.num_tokens, len(self._tokens))[0]
+
+    def check_room(self, observed: int = 0) -> int:
+        """Return the tokens that a turn may take after so many more observed ones.  Raises
+        ContextFull where there is no room for one.
+        """
+        session = self._session
+        left, setting = room(session, self.num_tokens, len(self._tokens))
+        left -= observed
+        if left < 1:
+            self.is_full = True
+            over = f", and {-left} more observed tokens have no room" if left else ""
+            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
+        return left
 
     async def generate(
         self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
@@ -161,11 +171,7 @@ class Branch:
         self._check_idle()
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
-        left, setting = self._room()
-        if left < 1:
-            self.is_full = True
-            over = f", and {-left} more observed tokens have no room" if left else ""
-            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
+        left = self.check_room()
         prompt = replace(session.prompt, id=session.name, token_ids=self.span(0))
         limit, texts = min(left, max_tokens or left), Stops(stops, session.tokenizer)
         stop_token_ids = (*stop_token_ids, *texts.by_token)
@@ -178,6 +184,7 @@ class Branch:
             turn=len(self.parts) + 1,
             start=max(self._end - 1, 0),
         )
+        session.asked(self)
         # an episode that was cut short has this turn, or its beginning: it is not sampled again
         last = self.parts[-1] if self.parts else None
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, last, group.start):
@@ -351,19 +358,6 @@ class Branch:
             return None
         messages = tuple(self._messages) if self._session.chat is not None else ()
         return partial(with_rewards, tuple(self.parts), tuple(self.rewards), messages)
-
-    def _room(self) -> tuple[int, str]:
-        """Return (tokens, setting): the room that the tightest limit leaves, and its setting."""
-        session = self._session
-        setting = f"rollout.max_response_tokens = {session.max_tokens}"
-        room = [(session.max_tokens - self.num_tokens, setting)]
-        if session.max_episode_tokens:
-            setting = f"agent.max_episode_tokens = {session.max_episode_tokens}"
-            room.append((session.max_episode_tokens - session.num_tokens, setting))
-        if session.sequence_limit is not None:
-            most, setting = session.sequence_limit
-            room.append((most - len(self._tokens), setting))
-        return min(room, key=lambda limit: limit[0])
 
     def _check_idle(self) -> None:
         self._session.check_open()

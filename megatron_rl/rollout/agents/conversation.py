@@ -265,15 +265,23 @@ def calls_of(message: Mapping[str, object]) -> list[object]:
 
 
 def call_of(call: object) -> list[object]:
-    """Return name and arguments of a call in a message, in whatever way their JSON is written."""
+    """Return name and arguments of a call in a message, in whatever way their JSON is written: 3.0
+    is 3, as JavaScript writes it.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(
             f"messages: tool call {str(call)[:80]!r}, must have a function with name and arguments"
         )
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # where that fails, they stay as the model wrote them
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+    # where that fails, they stay as the model wrote them
+    with contextlib.suppress(ValueError, RecursionError):
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+        arguments = json.loads(text, parse_float=number)
     return [function.get("name"), arguments]
+
+
+def number(text: str) -> float:
+    """Return the number of a JSON text, an int where it is whole."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from megatron_rl.launch.log_lines import encodable
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.sequences import Answer, EpisodeOfSequences, Place, Sequences
+from megatron_rl.rollout.agents.turn_text import text_of_turn
 
 RawPrompt = str | Sequence[int]
 
@@ -86,6 +89,7 @@ class RawPrompts:
 
     def _accepted(self, prompt: RawPrompt, place: Place, turn: Turn) -> None:
         if isinstance(prompt, str):
-            text = prompt + self._session.tokenizer.decode(list(turn.token_ids))
+            ids, tokenizer = np.asarray(turn.token_ids), self._session.tokenizer
+            text = prompt + text_of_turn(tokenizer, ids, skip_special_tokens=False)
             self._texts[place.branch] = text
             self._ends.append((len(text), place))

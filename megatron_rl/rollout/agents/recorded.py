@@ -107,15 +107,16 @@ class RecordedTurns:
     def with_left(self, sequences: Sequence[Rollout]) -> list[Rollout]:
         """Return the sequences of the record with turns that were not taken yet, and `sequences`,
         those of the episode now, that none of them begins with.
+
+        They are in the order of `sequences`, in which turns are asked for: equal inputs get
+        recorded turns in this order.
         """
-        # by identity: records with arrays have no hash
-        waiting = list({id(turn.sequence): turn.sequence for turn in self.left}.values())
-        other = [
-            sequence
-            for sequence in sequences
-            if not any(begins(whole, sequence) for whole in waiting)
-        ]
-        return [*waiting, *other]
+        waiting = [turn.sequence for turn in self.left]
+        ordered: list[Rollout] = []
+        for sequence in sequences:
+            ordered += [whole for whole in waiting if begins(whole, sequence)] or [sequence]
+        # by identity: records with arrays have no hash.  Those that were not asked for yet are last
+        return list({id(sequence): sequence for sequence in [*ordered, *waiting]}.values())
 
 
 def identified(sequence: Rollout) -> Iterator[tuple[tuple[int, bytes, bytes], RecordedTurn]]:

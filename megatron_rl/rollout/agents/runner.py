@@ -55,15 +55,15 @@ def make_runner(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
-    max_positions: int | None = None,
+    server_tokens: int | None = None,
 ) -> EpisodeRunner | None:
     """Return the runner of [agent], None where a rollout is one response.
 
-    max_positions: positions of the model, None where they are not known.
+    server_tokens: the longest input that the servers take, None where it is not known.
     """
     if not cfg.agent.name:
         return None
-    limit = sequence_limit(cfg, max_positions)
+    limit = sequence_limit(cfg, server_tokens)
     processes = user_processes(cfg.agent, cfg.key_variables)
     if processes is not None:  # they end with the trainer
         processes.start()
@@ -212,6 +212,10 @@ class EpisodeCall:
         cfg = self.runner.cfg
         tries = 1 + self.runner.max_retries if cfg.on_error == "retry" else 1
         for attempt in range(1, tries + 1):
+            if self.call.enough:  # it would be thrown away, with all that it does to the world
+                raise GroupCancelled
+            if cfg.resume == "restart" and group.prefixes.pop(index, None) is not None:
+                self.counters.redrawn_samples += 1  # of a checkpoint, by a run that continued it
             session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
                 group.put(index, await self._run(session, group.prompt))

@@ -1,18 +1,22 @@
-"""The longest sequence of an episode that the run's servers and its trainer take."""
+"""The limits of an episode's sequences, among them the longest one that the run's servers and its
+trainer take.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from megatron_rl.config import Config
 
 SERVER_TOKENS = 6
-"""Tokens of its KV cache and of the model's positions that SGLang leaves unused (tp_worker.py:
-max_req_input_len)."""
+"""Tokens of its KV cache that SGLang leaves unused (tp_worker.py: max_req_input_len)."""
 
 
-def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
+def sequence_limit(cfg: Config, server_tokens: int | None) -> tuple[int, str]:
     """Return (tokens, setting): the longest sequence, prompt and response, and what limits it.
 
-    max_positions: positions of the model, None where they are not known.
+    server_tokens: the servers' max_req_input_len, by the model's positions (or --context-length)
+    and by the KV cache; None where it is not known.
     """
     rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
     response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
@@ -22,8 +26,34 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
     limits = [(longest, f"run.max_tokens_per_micro_batch = {rows}")]
     if not cfg.rollout.urls:
         limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
-        has_context = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
-        if max_positions is not None and not has_context:
-            setting = f"the model's max_position_embeddings = {max_positions}"
-            limits.append((max_positions - SERVER_TOKENS, setting))
+    if server_tokens is not None:
+        limits.append((server_tokens, f"the servers' max_req_input_len = {server_tokens}"))
     return min(limits)
+
+
+class Limits(Protocol):
+    """The limits of an episode, and what they count: see SessionSettings."""
+
+    max_tokens: int
+    max_episode_tokens: int
+    sequence_limit: tuple[int, str] | None
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def room(episode: Limits, num_tokens: int, length: int) -> tuple[int, str]:
+    """Return (tokens, setting): the room that the tightest limit leaves in a sequence, and its
+    setting.
+
+    num_tokens: turns and observations of the sequence.  length: with its start.
+    """
+    setting = f"rollout.max_response_tokens = {episode.max_tokens}"
+    limits = [(episode.max_tokens - num_tokens, setting)]
+    if episode.max_episode_tokens:
+        setting = f"agent.max_episode_tokens = {episode.max_episode_tokens}"
+        limits.append((episode.max_episode_tokens - episode.num_tokens, setting))
+    if episode.sequence_limit is not None:
+        most, setting = episode.sequence_limit
+        limits.append((most - length, setting))
+    return min(limits, key=lambda limit: limit[0])

@@ -3,7 +3,7 @@
 The input of a request continues a sequence after a turn that was sampled in it, or begins another
 one.  Conversations (messages in a chat format) and RawPrompts (text and token ids) decide which; a
 sequence that one of them began may be continued by either.  The answer of a request is part of the
-episode when its client has read it.
+episode when it was written to its client.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sequences:
         counters.unread_tokens += sum(tokens)
         if tokens:
             logger.warning(
-                "rollout %s: a request failed, or its client did not read the answer: %d turns of"
+                "rollout %s: a request failed, or its client hung up before the answer: %d turns of"
                 " %d tokens are not learned from",
                 self._session.name,
                 len(tokens),
@@ -115,10 +115,13 @@ class Sequences:
     def extend(self, place: Place, token_ids: Sequence[int]) -> Branch:
         """Return the sequence of `place` with `token_ids` after it, which are not learned from.
 
-        Where another request has continued it, this is a new sequence with equal tokens.
+        Where another request has continued it, this is a new sequence with equal tokens.  Raises
+        ContextFull where they leave no room for a turn: the sequence stays as it was, and another
+        request may continue it.
         """
         if not place.is_open:
             return self.begin([*place.tokens, *token_ids])
+        place.branch.check_room(len(token_ids))
         place.is_open = False
         place.branch.observe(token_ids)
         return place.branch

@@ -115,6 +115,7 @@ class Session:
         self.episode: Episode | None = None
         """The episode as `finish` returned it last."""
         self._branches: list[Branch] = []  # in the order of their last turns
+        self._asked: dict[Branch, None] = {}  # those with turns, in the order of their first ones
         self._is_finished = False
 
     @cached_property
@@ -201,6 +202,7 @@ class Session:
         if ids and not branch.starts(ids, size := branch.next_input.end):
             branch = self.branch(ids)
         elif ids:
+            branch.check_room(len(ids) - size)
             branch.observe(ids[size:])
         return await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
 
@@ -322,13 +324,9 @@ class Session:
         """Return the sequences that a later run of the episode continues (finish_reason abort),
         None where nothing was sampled.
         """
-        sampled = [
-            sequence for branch in self._branches if (sequence := branch.unfinished()) is not None
-        ]
-        sequences = [
-            replace(sequence, finish_reason="abort")
-            for sequence in self.recorded.with_left(sampled)
-        ]
+        parts = [branch.unfinished() for branch in self._asked]
+        sampled = self.recorded.with_left([part for part in parts if part is not None])
+        sequences = [replace(sequence, finish_reason="abort") for sequence in sampled]
         return sequences[-1].after(sequences[:-1]).named(self.name) if sequences else None
 
     @property
@@ -353,6 +351,10 @@ class Session:
             self._num_waiting -= 1
             if not self._num_waiting:
                 self.sampling_seconds += time.monotonic() - self._waiting_since
+
+    def asked(self, branch: Branch) -> None:
+        """Note that a turn of `branch` is asked for."""
+        self._asked[branch] = None
 
     def ended(self, branch: Branch) -> None:
         """Note that a turn of `branch` ended: it is the last of the sequences now."""

@@ -20,6 +20,7 @@ from megatron_rl.launch.log_lines import encodable
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.recorded import part
+from megatron_rl.rollout.agents.turn_text import text_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +80,7 @@ class Stops:
 
         token_ids: int [n].
         """
-        # of an array `decode` does not check the type of each token
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = text_of_turn(self.tokenizer, token_ids, skip_special_tokens=True)
         places = [(place, stop) for stop in self.texts if (place := text.find(stop)) >= 0]
         if places:
             place, stop = min(places, key=lambda item: (item[0] + len(item[1]), item[0]))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -48,7 +49,7 @@ class Tools:
         """
         self.schemas: list[Schema] = []
         self._must_call = must_call
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, CheckedFunction] = {}
         for tool in tools:
             if not isinstance(tool, Mapping) and not callable(tool):
                 raise ValueError(f"tools: {tool!r} must be a function, or the schema of one")
@@ -98,38 +99,61 @@ class Tools:
                 f"tool {call.name!r} is only a schema: answer its calls yourself, or give its"
                 " function"
             )
-        function, arguments = self._functions[call.name], call.arguments
+        tool, arguments = self._functions[call.name], call.arguments
         if not isinstance(arguments, Mapping):
             wrong = call.arguments_json[:200]
             return f"error: arguments of {call.name} must be an object, got {wrong}", True
         try:
-            if inspect.iscoroutinefunction(function):
-                answer = await function(**arguments)
+            values, named = tool.arguments_of(call.name, arguments)
+            if inspect.iscoroutinefunction(tool.function):
+                answer = await tool.function(*values, **named)
             else:
-                answer = await in_thread(function, **arguments)
-        except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
-            )
-            return f"error: arguments of {call.name}: {wrong}", True
+                answer = await in_thread(tool.function, *values, **named)
         except ToolError as error:
             return f"error: {error}", True
         return answer if isinstance(answer, str) else to_json(answer).decode(), False
 
 
-def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]:
-    """Return the schema of a function, and the function with checked arguments."""
+@dataclass(frozen=True)
+class CheckedFunction:
+    """A function, and the check of its arguments.
+
+    They are apart, so that a ValidationError of the function itself fails the episode.
+    """
+
+    function: Callable[..., Any]
+    check: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    """Returns the arguments with which it is called as those of the function's type hints."""
+
+    def arguments_of(
+        self, name: str, arguments: Mapping[str, object]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments.  Raises ToolError for those that do not fit the
+        type hints of the function `name`.
+        """
+        try:
+            return self.check(**arguments)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
+            )
+            raise ToolError(f"arguments of {name}: {wrong}") from error
+
+
+def described(function: Callable[..., Any]) -> tuple[Schema, CheckedFunction]:
+    """Return the schema of a function, and the function with the check of its arguments."""
     if not inspect.ismethod(function):
         return described_function(function, is_method=False)
     # the object is left out of what is kept: it ends with its episode
     schema, checked = described_function(function.__func__, is_method=True)
-    return schema, functools.partial(checked, function.__self__)
+    # it is the first of the arguments that `check` returns
+    return schema, replace(checked, check=functools.partial(checked.check, function.__self__))
 
 
 @functools.lru_cache(maxsize=256)  # every turn of every episode names the same functions
 def described_function(
     function: Callable[..., Any], *, is_method: bool
-) -> tuple[Schema, Callable[..., Any]]:
+) -> tuple[Schema, CheckedFunction]:
     """Do what `described` does; a method is described without its first argument, and needs it."""
     # transformers takes a second to import, and the process of an environment may need no schema
     from transformers.utils.chat_template_utils import (
@@ -138,12 +162,16 @@ def described_function(
         get_json_schema,
     )
 
+    @functools.wraps(function)
+    def check(*values: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return values, named
+
     name = getattr(function, "__name__", repr(function))
     try:
         schema = get_json_schema(MethodType(function, object()) if is_method else function)
         # formats would write it into the prompt, and models were trained without it
         schema["function"].pop("return", None)
-        return schema, validate_call(function)
+        return schema, CheckedFunction(function, validate_call(check))
     except (
         TypeHintParsingException,
         DocstringParsingException,

@@ -174,9 +174,11 @@ class RolloutClient(GroupSampler):
                 stats.seconds, self._started = stats.seconds + now - self._started, now
         return stats
 
-    def set_urls(self, urls: Sequence[str]) -> None:
-        """Use these servers for all further requests; those that stay keep their circuits."""
-        self.balancer.set_urls(urls)
+    def set_urls(self, urls: Sequence[str], *, replaced: bool = False) -> None:
+        """Use these servers for all further requests; those that stay keep their circuits, unless
+        some were `replaced`.
+        """
+        self.balancer.set_urls(urls, replaced=replaced)
 
     def waiting_for(self) -> str:
         """Return the servers, those of teachers too, that have not answered yet; "" for none."""

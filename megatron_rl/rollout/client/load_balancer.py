@@ -48,14 +48,17 @@ class LoadBalancer:
         self.servers: list[ServerState] = []
         self.set_urls(urls)
 
-    def set_urls(self, urls: Sequence[str]) -> None:
-        """Use these servers for all further requests; one that was in use keeps its state."""
+    def set_urls(self, urls: Sequence[str], *, replaced: bool = False) -> None:
+        """Use these servers for all further requests; one that was in use keeps its state.
+
+        replaced: some were replaced, perhaps at their URL: all circuits are closed.
+        """
         if not urls:
             raise ValueError(
                 "RolloutClient needs at least one server URL: set rollout.urls, or leave it out to"
                 " let the run start its own servers"
             )
-        known = {server.url: server for server in self.servers}
+        known = {} if replaced else {server.url: server for server in self.servers}
         self.servers = [
             known.get(url) or ServerState(url) for url in (url.removesuffix("/") for url in urls)
         ]

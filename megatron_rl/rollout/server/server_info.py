@@ -73,6 +73,8 @@ class ServerInfo:
     """tokenizer_digest() of the model path."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Its settings that have a verdict in config/sglang_settings.toml."""
+    max_input_tokens: int | None = None
+    """Its max_req_input_len: longer inputs exceed its context or its KV cache."""
     token_versions: bool = False
     """Its answers name the weight version of every token."""
     slots: AdapterSlots = field(default_factory=AdapterSlots)
@@ -123,9 +125,16 @@ def server_info(
         vocab_size=config.get("vocab_size"),
         tokenizer=tokenizer_digest(Path(model_path)),
         settings=read_settings(server),
+        max_input_tokens=server.get("max_req_input_len"),
         token_versions="weight_versions" in meta,
         slots=AdapterSlots(*(server.get(name) for name in AdapterSlots._fields)),
     )
+
+
+def longest_input(infos: Sequence[ServerInfo]) -> int | None:
+    """Return the number of tokens that every server takes as input, None where none tells."""
+    reported = (info.max_input_tokens for info in infos)
+    return min((tokens for tokens in reported if tokens is not None), default=None)
 
 
 def check_server(

@@ -119,6 +119,21 @@ def test_a_worker_is_replaced_where_more_than_1024_files_are_open():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_replacement_that_is_killed_while_it_starts_is_replaced_again(caplog, monkeypatch):
+    """By the kernel, where memory is short, say: the function is not at fault."""
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=3.0)) as pool:
+        assert pool.score([("p", "die", "ok")]).tolist() == [0]
+        pool._workers[0].process.kill()
+        assert pool.score([("p", "ok", "ok")]).tolist() == [1]
+        assert pool.totals()["reward/lost_starts_total"] == 1
+        assert "a worker was lost while it started" in caplog.text
+        assert pool.score([("p", "die", "ok")]).tolist() == [0]
+        monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no Python starts
+        pool._workers[0].process.kill()
+        with pytest.raises(RewardError, match=r"3 workers in a row were lost.*others have loaded"):
+            pool.score([("p", "ok", "ok")])
+
+
 def test_workers_do_not_get_the_api_key(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
     monkeypatch.setenv("KEY_OF_A_JUDGE", "other")

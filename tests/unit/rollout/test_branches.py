@@ -222,7 +222,7 @@ def test_what_ends_one_turn_is_no_end_of_others():
 
 
 @pytest.mark.parametrize(
-    "sections, positions, limit",
+    "sections, server_tokens, limit",
     [
         (
             {"run": {"max_tokens_per_micro_batch": 500}},
@@ -230,12 +230,12 @@ def test_what_ends_one_turn_is_no_end_of_others():
             (500, "run.max_tokens_per_micro_batch = 500"),
         ),
         ({}, 4096, (1124, "run.max_tokens_per_micro_batch = 50")),
-        ({}, 1000, (994, "the model's max_position_embeddings = 1000")),
-        ({"rollout": {"max_total_tokens": 700}}, 1000, (694, "rollout.max_total_tokens = 700")),
+        ({}, 994, (994, "the servers' max_req_input_len = 994")),
+        ({"rollout": {"max_total_tokens": 700}}, 694, (694, "rollout.max_total_tokens = 700")),
         (
-            {"rollout": {"urls": ["http://a:1"]}},
-            1000,
-            (1124, "run.max_tokens_per_micro_batch = 50"),
+            {"rollout": {"urls": ["http://a:1"], "max_total_tokens": 700}},
+            994,
+            (994, "the servers' max_req_input_len = 994"),
         ),
         (
             {"eval": {"max_response_tokens": 2048}},
@@ -243,14 +243,9 @@ def test_what_ends_one_turn_is_no_end_of_others():
             (2148, "run.max_tokens_per_micro_batch = 50"),
         ),
         ({}, None, (1124, "run.max_tokens_per_micro_batch = 50")),
-        (
-            {"rollout": {"server_args": ["--context-length", "9"]}},
-            9,
-            (1124, "run.max_tokens_per_micro_batch = 50"),
-        ),
     ],
 )
-def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_path):
+def test_a_sequence_fits_servers_and_trainer(sections, server_tokens, limit, tmp_path):
     base = {
         "model": {"path": str(tmp_path)},
         "data": {"train": "x.jsonl", "max_prompt_tokens": 100},
@@ -260,7 +255,7 @@ def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_pat
         base["rollout"]["max_response_tokens"] = 64
     for section, values in sections.items():
         base[section] = base.get(section, {}) | values
-    assert sequence_limit(load_config(None, [], base), positions) == limit
+    assert sequence_limit(load_config(None, [], base), server_tokens) == limit
 
 
 async def busy_twice(session, prompt):

@@ -33,6 +33,7 @@ from megatron_rl.rollout.agents import ToolError, Turn, command
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program, run_program
 from megatron_rl.rollout.agents.completions import CompletionRequest, chunks
+from megatron_rl.rollout.agents.episode import ContextFull
 from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError
 from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
@@ -676,6 +677,43 @@ def test_a_full_context_is_named_and_truncates_only_where_nothing_follows():
             0,
         )
         assert sample(server, shortens_its_history)[0].finish_reason == "stop"
+
+
+LONG, SHORT = ({"role": "user", "content": "x" * length} for length in (100, 5))
+
+
+async def shortens_what_follows(session, prompt):
+    async with await connected(session) as client:
+        answer = await client.chat.completions.create(model="m", messages=[USER])
+        history = [USER, answer.choices[0].message.model_dump(exclude_none=True)]
+        for _ in range(2):
+            with pytest.raises(BadRequestError, match="have no room"):
+                await client.chat.completions.create(model="m", messages=[*history, LONG])
+        await client.chat.completions.create(model="m", messages=[*history, SHORT])
+    return session.finish(1.0)
+
+
+async def shortens_token_ids(session, prompt):
+    await session.generate()
+    for _ in range(2):
+        with pytest.raises(ContextFull):
+            await session.generate([*session.token_ids, *[9] * 100])
+    await session.generate([*session.token_ids, *[9] * 5])
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("function", [shortens_what_follows, shortens_token_ids])
+def test_an_input_that_has_no_room_is_no_part_of_the_episode(function):
+    """It is refused each time, and a shorter one continues the sequence, with all that is left."""
+
+    def source(body, prompt, sample_id):
+        return chat_sample(body, prompt, sample_id, lambda _: "OK")
+
+    with FakeServer("ok", source=source) as server:
+        rollout, _ = sample(server, function, max_tokens=60, max_episode_tokens=60)
+        assert len(rollout.sequences) == 1 and rollout.num_spans == 2
+        assert rollout.finish_reason == "stop" and len(server.requests) == 2
+        check_every_token_once(server, rollout)
 
 
 async def asks_on(session, prompt):

@@ -12,6 +12,7 @@ from megatron_rl.config import ConfigError, RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.load_balancer import FAILURES_TO_OPEN
 from megatron_rl.rollout.client.request import STOP_SECONDS
 from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
 from megatron_rl.rollout.client.sample_fields import SampleDropped, parse_versions
@@ -273,6 +274,22 @@ def test_a_server_that_dies_while_it_is_paused_loses_its_own_responses_only(max_
             assert ages(each, step) <= {0, 1, 2, 3}
             for rollout in (r for group in each.groups for r in group.rollouts):
                 assert_fingerprints(rollout)
+
+
+def test_a_server_that_is_replaced_at_its_url_gets_requests_at_once():
+    """With rollout.port; until then the client leaves the one that died alone."""
+    with training("ok") as (trainer, server):
+        inference = trainer.inference
+        inference.server_pool = pool = Pool(server)
+        trainer.push(1)
+        balancer = inference.client.balancer
+        for _ in range(FAILURES_TO_OPEN):
+            balancer.failed(balancer.servers[0], "reset")
+        trainer.push(2)
+        assert balancer.servers[0].is_open, "the same server"
+        pool.restarts = 1
+        trainer.push(3)
+        assert not balancer.servers[0].is_open and balancer.servers[0].url == server.url
 
 
 def test_a_server_that_does_not_continue_stops_the_run_with_its_name(new_threads):

@@ -13,6 +13,7 @@ from anthropic import AsyncAnthropic, AuthenticationError, BadRequestError, NotF
 from megatron_rl.rollout.agents.messages import blocks_of, opened, parsed
 from tests.fake_server import FakeServer
 from tests.unit.rollout.test_endpoint import (
+    CALL,
     MULTIPLY,
     TOKENIZER,
     chat_sample,
@@ -77,6 +78,42 @@ def test_a_tool_call_and_its_result_are_one_sequence():
     )
     assert (counters.tool_calls, counters.tool_errors, counters.unread_turns) == (1, 0, 0)
     assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()
+
+
+FLOATS = '{"a": 3.0, "b": [2e1, {"c": -0.0, "d": 0.5}]}'
+
+
+def as_javascript(text):
+    """JSON.stringify(JSON.parse(text))"""
+    return text.replace("3.0", "3").replace("2e1", "20").replace("-0.0", "0")
+
+
+async def sends_calls_back(session, prompt):
+    async with await connected(session) as client:
+        first = await client.messages.create(messages=[USER], tools=[TOOL], **ASKED)
+        (call,) = first.content
+        sent_back = call.model_dump() | {"input": json.loads(as_javascript(FLOATS))}
+        assert json.dumps(sent_back["input"]) != json.dumps(call.input), "3 and 3.0"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "6.0"}
+        said = {"role": "assistant", "content": [sent_back]}
+        history = [USER, said, {"role": "user", "content": [result]}]
+        await client.messages.create(messages=history, tools=[TOOL], **ASKED)
+    return session.finish(1.0)
+
+
+def test_a_whole_float_of_a_call_may_come_back_as_javascript_writes_it():
+    def reply(conversation):
+        is_answered = "<tool_response>" in conversation.split("<|im_start|>")[-2]
+        return "6" if is_answered else CALL.replace('{"a": 3, "b": 2}', FLOATS)
+
+    def source(body, prompt, sample_id):
+        return chat_sample(body, prompt, sample_id, reply)
+
+    with FakeServer("ok", source=source) as server:
+        rollout, _ = sample(server, sends_calls_back)
+        check_every_token_once(server, rollout)
+    assert len(rollout.sequences) == 1 and rollout.num_spans == 2
+    assert FLOATS in TOKENIZER.decode(rollout.tokens), "the tokens stay as they were sampled"
 
 
 async def thinks(session, prompt):

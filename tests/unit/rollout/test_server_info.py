@@ -39,6 +39,7 @@ GOOD = ServerInfo(
     top_k=2,
     vocab_size=64,
     tokenizer="0123456789abcdef",
+    max_input_tokens=4090,
 )
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -89,6 +90,7 @@ def sglang(model_path: object, *, routes: bool = True, **changes: object) -> dic
             "dtype": "float32",
             "enable_return_routed_experts": True,
             "api_key": "sesame",
+            "max_req_input_len": 4090,
         },
         "/generate": {
             "output_ids": [1],

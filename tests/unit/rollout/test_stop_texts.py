@@ -12,15 +12,20 @@ from openai import BadRequestError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.records.token_sets import TokenSets
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.stops import Stops, reply_before
+from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import RolloutCounters
-from tests.fake_server import FakeServer
+from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import make_sample, random_routes
 from tests.unit.rollout.test_endpoint import TOKENIZER, USER, chat_sample, connected, sample
+from tests.words import sentencepiece_tokenizer
 
 WORDS = "Observation: the answer is 42 \U0001f600 naïve ±∞ \n\n stop. stop: END </s> 日本語"
 PROMPT = 5
@@ -149,7 +154,7 @@ def test_a_recorded_turn_with_a_stop_is_complete_without_a_request(finish_reason
         name="r", server="", max_tokens=100, max_episode_tokens=0, sequence_limit=None,
         tokenizer=BYTE_PAIRS, chat=None, counters=RolloutCounters(), sample=None,
         recorded=RecordedTurns(turn_of(tokens, finish_reason)),
-        check_open=lambda: None, ended=lambda branch: None,
+        check_open=lambda: None, asked=lambda branch: None, ended=lambda branch: None,
     )  # fmt: skip
     branch = Branch(session, range(PROMPT))
     turn = asyncio.run(branch.sample(stops=["stop:"]))
@@ -158,6 +163,53 @@ def test_a_recorded_turn_with_a_stop_is_complete_without_a_request(finish_reason
     assert BYTE_PAIRS.decode(branch.rollout.tokens[PROMPT:]) == "a stop:"
     left_out = len(tokens) - branch.rollout.response_length
     assert session.counters.after_stop_tokens == left_out > 0
+
+
+SPACES = sentencepiece_tokenizer()
+
+
+@pytest.mark.parametrize(
+    "answer, stop, match",
+    [
+        (" Paris and", (), (" Paris and", None, "")),
+        (" Paris and is", (" and",), (" Paris", " and", " and is")),
+        (" and is", (" and",), ("", " and", " and is")),
+    ],
+)
+def test_the_space_with_which_a_turn_begins_is_part_of_its_text(answer, stop, match):
+    """A decoder of SentencePiece drops that of all that it decodes."""
+    before = SPACES.encode("The capital is")
+    sampled = np.array(SPACES.encode(f"The capital is{answer}")[len(before) :])
+    assert not SPACES.decode(sampled).startswith(" ")
+    assert Stops(stop, SPACES).match(sampled) == match
+
+
+async def writes_on(session, prompt):
+    text = "The capital is"
+    async with await connected(session) as client:
+        for stop in (None, " is"):
+            answer = await client.completions.create(
+                model="m", prompt=text, max_tokens=2, stop=stop
+            )
+            text += answer.choices[0].text
+    assert text == "The capital is Paris and Paris and"
+    return session.finish(1.0)
+
+
+def test_a_text_that_continues_with_the_space_of_its_answer_is_one_sequence():
+    def source(body, prompt, sample_id):
+        tokens, routes = np.array([5, 6]), random_routes(np.random.default_rng(0), len(prompt) + 1)
+        return make_sample(body, sample_id, len(prompt), tokens, -np.ones(2), routes)
+
+    cfg = RolloutConfig(max_retries=0)
+    runner = EpisodeRunner(AgentConfig(function=f"{__name__}:writes_on"), SPACES, 64, 0)
+    with FakeServer("ok", source=source) as server:
+        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        settings = {"policy_version": VERSION, "temperature": 1.0, "stop_token_ids": ()}
+        prompts = [Prompt("q", "", (3, 4), "")]
+        (group,) = client.generate(prompts, 1, max_tokens=64, **settings)
+    (rollout,) = group.rollouts
+    assert rollout.tokens.tolist() == [2, 3, 4, 5, 6, 5, 6] and not rollout.episode.earlier
 
 
 # The endpoint -------------------------------------------------------------------------------------

@@ -74,6 +74,12 @@ async def greedy(session, prompt):
     return session.finish()
 
 
+async def notes_its_start(session, prompt):
+    waiting.append(prompt.id)
+    await session.generate(max_tokens=TURN)
+    return session.finish()
+
+
 async def stubborn(session, prompt):
     """Handles what ends it."""
     await session.generate(max_tokens=TURN)
@@ -205,6 +211,22 @@ def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
         assert len(server.requests) == 12
 
 
+@pytest.mark.parametrize("slots", ["rollout.max_concurrency", "agent.concurrency"])
+def test_an_episode_that_waits_for_its_slot_does_not_start_after_the_end(slots, monkeypatch):
+    """One request hangs, so that the slots of the others are free for a while before the end."""
+    monkeypatch.setattr("megatron_rl.rollout.client.client.STOP_SECONDS", 1.0)
+    waiting.clear()
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
+    with FakeServer("hang", "slow", source=TurnModel(version=3)) as server:
+        if slots == "agent.concurrency":
+            client = client_of(server, "notes_its_start", concurrency=4)
+        else:  # a group's two episodes share a slot
+            client = client_of(server, "notes_its_start")
+            client.cfg = client.cfg.model_copy(update={"max_concurrency": 2})
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+    assert waiting == ["q0", "q0", "q1", "q1"] and client.counters.cut_samples == 3
+
+
 def test_an_episode_that_handles_its_end_is_cut_all_the_same():
     resting.clear()
     waiting.clear()
@@ -255,6 +277,21 @@ def test_restart_begins_again_and_counts_it():
             agent=AgentConfig(function="a:b", resume="restart"),
             rollout=RolloutConfig(partial="resume", over_sample=0.5, max_staleness=1),
         )
+
+
+def test_restart_begins_again_also_what_a_checkpoint_has():
+    """The setting may be changed at a resume, as the warning of a diverged episode recommends."""
+    groups = [Group(PROMPTS[0], GROUP)]
+    with FakeServer("ok", "ok", "slow", source=TurnModel(version=3)) as server:
+        client = client_of(server, "repeatable")
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+        assert len(groups[0].prefixes) == GROUP
+        server.script, before = ["ok"], len(server.requests)
+        again = client_of(server, "repeatable", resume="restart")
+        fill(again, groups, 3)
+        assert len(server.requests) - before == 5 * GROUP
+    check(groups, 5)
+    assert again.counters.resumed_episodes == 0 and again.counters.redrawn_samples == GROUP
 
 
 def test_groups_that_were_not_needed_continue_under_the_next_weights():
@@ -369,6 +406,44 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
         (group,) = fill(client_of(server, "twins"), groups, 4)
     found = [sequence.policy_versions.tolist() for sequence in group.rollouts[0].sequences]
     assert sorted(found) == [[3] * 2 * TURN, [4] * 2 * TURN] and len(server.requests) == 1
+
+
+async def attempts(session, prompt):
+    """Two attempts at the same prompt, the first one in the branch that was opened last; the label
+    says which one continues.
+    """
+    second, first = session.branch(prompt.token_ids), session.branch(prompt.token_ids)
+    await first.generate(max_tokens=TURN)
+    waiting.append(prompt.id)
+    await asyncio.sleep(0 if resting.is_set() else 600)
+    await second.generate(max_tokens=TURN)
+    branch = {"first": first, "second": second}[prompt.label]
+    for _ in range(2):
+        branch.observe([9])
+        await branch.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("label", ["first", "second"])
+def test_attempts_at_one_prompt_get_their_own_turns_after_two_interruptions(label):
+    """The second interruption comes between the first turns of both: one of them was taken from the
+    record, and the other one was not asked for yet.
+    """
+    waiting.clear()
+    resting.set()
+    groups = [Group(replace(PROMPTS[0], label=label), 1)]
+    with FakeServer("ok", "ok", "ok", "slow", "ok", source=TurnModel(version=3)) as server:
+        client = client_of(server, "attempts")
+        interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
+        resting.clear()
+        interrupted(server, client_of(server, "attempts"), groups, 3, lambda: len(waiting) == 2)
+        resting.set()
+        client = client_of(server, "attempts")
+        fill(client, groups, 3)
+        assert len(server.requests) == 5, "a recorded turn was sampled again"
+    assert (client.counters.resumed_episodes, client.counters.diverged_episodes) == (1, 0)
+    (rollout,) = groups[0].rollouts.values()
+    assert sorted(len(sequence.episode.turns) for sequence in rollout.sequences) == [1, 3]
 
 
 async def branching(session, prompt):

@@ -59,6 +59,30 @@ def test_a_run_trains_on_every_prompt_until_fewer_than_a_step_are_left(settings)
         trainer.scheduler.end_sampling()
 
 
+@pytest.mark.parametrize("is_step_done", [True, False])
+def test_a_resumed_run_has_the_groups_in_flight_where_the_data_ends(tmp_path, is_step_done):
+    """Eight prompts are four steps; those of steps 2 to 4 are in flight at the checkpoint."""
+    settings = {"max_staleness": 4}
+    with training("ok", **settings) as (trainer, _):
+        trainer.scheduler.prompts = mixture(4)
+        before = trainer.step(0)
+        state = trainer.scheduler.prompts_state()
+        if not is_step_done:  # a signal in step 2
+            trainer.scheduler.take(1, 1)
+        for name, write in trainer.scheduler.files(is_step_done=is_step_done).items():
+            write(tmp_path / name)
+    with training("ok", **settings) as (again, _):
+        again.scheduler.prompts = mixture(4)
+        again.scheduler.prompts.load_state_dict(state)
+        again.push(1)
+        assert "of 6 groups in flight" in again.scheduler.restore(tmp_path, [])
+        assert len(again.scheduler.restored) == 6
+        sampled = [again.step(step) for step in (1, 2, 3)]
+        assert used_up(again)
+    trained = [prompt.id for step in (before, *sampled) for prompt in step.prompts]
+    assert len(trained) == len(set(trained)) == 8
+
+
 def used_up(trainer):
     trainer.rollouts.prompts = trainer.scheduler.prompts
     return trainer.rollouts.is_used_up()

@@ -20,7 +20,9 @@ from megatron_rl.weights.sync.transports import TransportSettings
 from tests.unit.trainer.recorded import Calls, Recorded
 
 SPEC = SimpleNamespace(vocab_size=8, max_positions=256)
-FOUND = build.FoundServers(("http://a:1",), "bfloat16", {"http://a:1": {"tp_size": 1}}, "5f0c9a1e")
+FOUND = build.FoundServers(
+    ("http://a:1",), "bfloat16", {"http://a:1": {"tp_size": 1}}, "5f0c9a1e", 250
+)
 HOST = object()
 FP8 = {"dtype": "bfloat16", "quantize": "fp8"}
 
@@ -67,6 +69,7 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
             dtype=dtypes[url],
             routed_experts=url == urls[0],
             settings={"of": url},
+            max_input_tokens={urls[0]: 99, urls[1]: 98}[url],
         )
 
     monkeypatch.setattr(build, "server_info", info)
@@ -87,7 +90,7 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
         found = build.find_servers(cfg, SPEC, "cpu", pool, stack, console)
         assert "exit" not in calls.names
     assert calls.names[-1] == ("exit" if ours else "limits")
-    assert found == (urls, "float16", {url: {"of": url} for url in urls}, "name")
+    assert found == (urls, "float16", {url: {"of": url} for url in urls}, "name", 98)
 
     started = ["pool.log_path", "log", "enter", "pool.take"] if ours else []
     checks = ["server", "settings", "in_place", "sampling", "log"]
@@ -158,7 +161,7 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
         teachers=None,
     )
     assert calls == [
-        ("runner", (cfg, "tokenizer", 8, 256), {}), ("client", (FOUND.urls, cfg.rollout), settings),
+        ("runner", (cfg, "tokenizer", 8, 250), {}), ("client", (FOUND.urls, cfg.rollout), settings),
         ("rewards", (cfg.reward,), {"hidden_env": ("KEY_OF_THE_SERVERS",)}), ("recording.recorder",
         (cfg, parallel), {}),
         ("closed", (), {}),

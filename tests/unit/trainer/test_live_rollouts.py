@@ -424,6 +424,7 @@ def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(KINDS, 5)}
     assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {
         "reward/unformatted_total": 3.0,
+        "reward/lost_starts_total": 0.0,
         "reward/responses_total": 20.0 + sum(totals.values()),
     }
     assert found["rollout/reward_mean"] == 0.5 and found["rollout/staleness_mean"] == 1.0

@@ -115,7 +115,7 @@ def training(cfg, trackers=None):
             engine=SimpleNamespace(mismatch=lambda passes: None),
             rollouts=live, tokens=idle, saved_batches=idle, recording=SimpleNamespace(files=idle),
             reporter=Reporter(cfg, Console(enabled=True), sinks),
-            checkpoint_policy=CheckpointPolicy(None),
+            checkpoint_policy=CheckpointPolicy(SimpleNamespace(cfg=cfg.checkpoint)),
         ), live  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def test_every_total_counts_as_the_table_says(cfg):
             totals=of_teacher.totals, take_seconds=lambda: [0.1]
         )
         counters.dropped.update(aborted=3, stale_version=3, routes_shape=3, other=3)
-        pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "scored"), 3))
+        pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "lost_starts", "scored"), 3))
         live.inference.restarts = trainer.recording.files.failed = trainer.saved_batches.unsaved = 3
         for step in range(2):
             if step == 0:
