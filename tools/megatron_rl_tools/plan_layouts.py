@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
     search = Search(trainer, limit)
     layouts = search.candidates
-    rows = cfg.run.max_tokens_per_micro_batch
+    rows = grid.most_rows(cfg)
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch:"
         f" {len(layouts)} layouts fit in {gib(int(limit))}"

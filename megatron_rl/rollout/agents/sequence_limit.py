@@ -15,10 +15,9 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
     max_positions: positions of the model, None where they are not known.
     """
     rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
-    response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
     # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest
     # prompt and response
-    longest = max(rows, cfg.data.max_prompt_tokens + response)
+    longest = max(rows, cfg.longest_sequence)
     limits = [(longest, f"run.max_tokens_per_micro_batch = {rows}")]
     if not cfg.rollout.urls:
         limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
