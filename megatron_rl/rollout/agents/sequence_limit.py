@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
-
-SERVER_TOKENS = 6
-"""Tokens of its KV cache and of the model's positions that SGLang leaves unused (tp_worker.py:
-max_req_input_len)."""
+from megatron_rl.models.fit import SERVER_TOKENS
 
 
 def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
