@@ -83,6 +83,9 @@ def test_a_project_passes_the_dry_run(recipe, model, gpus, tmp_path, monkeypatch
     table = found.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
     totals = [float(total) for total in re.findall(r"([\d.]+) GiB$", table, re.M)]
     assert max(totals) == pytest.approx(float(planned), abs=0.06)
+    # with the servers that the file names
+    seconds = float(re.search(r"a step +([\d.]+) s", found)[1])
+    assert float(re.search(r", (\d+) s a step", line)[1]) == pytest.approx(seconds, abs=0.6)
     assert HUB[model] in (tmp_path / "p/README.md").read_text()
 
 
@@ -119,7 +122,7 @@ def test_the_reward_of_a_recipe_can_be_called(recipe, tmp_path, monkeypatch):
 
 def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
     model = tmp_path / "my model"
-    random_checkpoint(model)
+    random_checkpoint(model, max_position_embeddings=256)
     make_tokenizer().save_pretrained(model)
     assert make(tmp_path / "p", "gsm8k", "--model", str(model), "--gpus", "1") == 2
     assert "max_position_embeddings" in capsys.readouterr().err
