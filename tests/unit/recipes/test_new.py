@@ -15,12 +15,17 @@ from megatron_rl.config import load_config
 from megatron_rl.models.known import HUB, KNOWN
 from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
+from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 
 RECIPES = sorted(new.recipes())
+
+
+def joined(text):
+    return " ".join(text.split())
 
 
 def make(folder, recipe, *options):
@@ -47,6 +52,9 @@ def test_a_recipe_is_complete(recipe):
     assert "NOT RUN on GPUs" in config
     run = (folder / "run.sh").read_text()
     assert len(new.PER_NODE.findall(run)) == len(new.NODES.findall(run)) == 1
+    assert new.KIND.findall(run) == [""] and f"--dry-run --model.path {new.MODEL}`" in joined(
+        readme
+    )
     assert max(map(len, (folder / "prepare.py").read_text().splitlines())) <= 100
     assert len((folder / "prepare.py").read_text().splitlines()) <= 60, "a screen"
 
@@ -86,7 +94,21 @@ def test_a_project_passes_the_dry_run(recipe, model, gpus, tmp_path, monkeypatch
     # with the servers that the file names
     seconds = float(re.search(r"a step +([\d.]+) s", found)[1])
     assert float(re.search(r", (\d+) s a step", line)[1]) == pytest.approx(seconds, abs=0.6)
-    assert HUB[model] in (tmp_path / "p/README.md").read_text()
+    readme = joined((tmp_path / "p/README.md").read_text())
+    assert HUB[model] in readme and f"--dry-run --model.path {model}`" in readme
+
+
+def test_a_project_for_other_gpus_checks_them(tmp_path, monkeypatch):
+    """Four H200 hold what four H100 do not: the servers alternate with the trainer on both."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert make(tmp_path / "p", "gsm8k", "--gpus", "4", "--gpu", "H200") == 0
+    assert '"${GPU:=h200}"' in (tmp_path / "p/run.sh").read_text()
+    cfg = load_config(tmp_path / "p/config.toml", ["--model.path", new.MODEL, "--run.device=cuda"])
+    assert "Memory of a GPU by phase" in report(cfg, 4, find_hardware("h200"))
+    with pytest.raises(ValueError, match="training: a GPU would hold") as error:
+        report(cfg, 4)
+    assert "use more ranks, or another layout" in str(error.value)
+    assert "--gpu" in str(error.value) and "release_memory" not in str(error.value)
 
 
 def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_path, monkeypatch):
@@ -132,6 +154,7 @@ def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
     assert load_config(tmp_path / "p/config.toml").model.path == model
     block = new.BLOCK.search((tmp_path / "p/README.md").read_text())[1]
     assert block.splitlines()[0] == "python prepare.py", "nothing is downloaded for it"
+    assert "at the plan first: `bash run.sh --dry-run`." in (tmp_path / "p/README.md").read_text()
     assert "next:\n  cd" in capsys.readouterr().out
 
 
@@ -144,6 +167,8 @@ def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
         (["--recipe", "gsm8k", "--gpus", "1"], "cannot serve this model in 16 bits"),
         (["--recipe", "gsm8k", "--gpus", "2"], "no layout of qwen3-30b-a3b fits on 2 x H100"),
         (["--recipe", "gsm8k", "--gpu", "h1000"], "h100"),
+        (["--recipe", "gsm8k", "--gpus", "12"], "it must be at most 8 or a multiple of it"),
+        (["--recipe", "gsm8k", "--gpus", "12"], "use 8 or 16"),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_nothing_is_written(options, message, tmp_path, capsys):
@@ -187,9 +212,9 @@ def test_run_sh_starts_the_ranks_or_checks(recipe, nodes, rank, tmp_path):
     stub.chmod(0o755)
     env = {"PATH": f"{stub.parent}:/usr/bin:/bin", "NNODES": nodes, "NODE_RANK": rank, "GPUS": "4"}
 
-    def run(*options):
+    def run(*options, **more):
         command = ["bash", str(tmp_path / "p/run.sh"), *options]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(command, env=env | more, capture_output=True, text=True, cwd=tmp_path)
         return done.stdout.split()
 
     here = str(tmp_path / "p")
@@ -197,7 +222,10 @@ def test_run_sh_starts_the_ranks_or_checks(recipe, nodes, rank, tmp_path):
         here, here, "train", "--config", "config.toml", "--gpus", str(4 * int(nodes)),
         "--dry-run", "--run.seed", "1",
     ]  # fmt: skip
-    words = run("--run.seed", "1")
+    assert run("--dry-run", GPU="h200")[5:] == [
+        "--gpus", str(4 * int(nodes)), "--gpu", "h200", "--dry-run",
+    ]  # fmt: skip
+    words = run("--run.seed", "1", GPU="h200")
     assert words[:3] == [here, here, "launch"] and words[-2:] == ["--run.seed", "1"]
     text = " ".join(words)
     assert f"--nnodes {nodes} --node-rank {rank} --nproc-per-node 4 " in text
