@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.models.known import HUB, is_known
+from megatron_rl.models.known import HUB, RENDERERS, is_known
 from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.recipes.layout import propose
 from megatron_rl.recipes.options import parse_new
@@ -141,8 +141,12 @@ def fill_in(
     lora = {"rank": adapters["lora.rank"]} if adapters else {}
     layout = propose(source / "config.toml", model, path, gpus, hardware, {"lora": lora})
     config, run, readme = Path("config.toml"), Path("run.sh"), Path("README.md")
-    files[config] = with_values(files[config], {**layout.values, **adapters})
-    line = f"{name} on {layout.line}"
+    values, line = {**layout.values, **adapters}, f"{name} on {layout.line}"
+    if former := read_value(files[config], "agent.renderer"):
+        values["agent.renderer"] = RENDERERS.get(name, former)
+        if name not in RENDERERS:
+            line += f"; agent.renderer = {former} may not be its chat format: set the right one"
+    files[config] = with_values(files[config], values)
     if adapters:
         line += f"; adapters of rank {adapters['lora.rank']}"
     files[config] = LAYOUT.sub(lambda _: f"# Layout: {line}", files[config])

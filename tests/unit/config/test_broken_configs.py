@@ -540,6 +540,20 @@ CONFLICTS = [
         "eval.sets names aime",
         "write eval/NAME/avg@4",
     ),
+    *(
+        (
+            "--eval.sets aime a.jsonl --checkpoint.best_metric eval/aime/avg@4"
+            f" --checkpoint.keep_last 2 {every}",
+            "checkpoint.best_metric = eval/aime/avg@4",
+            "no step before the last one, run.num_steps = 60, is both saved and evaluated",
+            fix,
+        )
+        for every, fix in (
+            ("--checkpoint.every 7 --eval.every 20", "set eval.every = 7"),
+            ("--checkpoint.every 20 --eval.every 0", "set eval.every = 20"),
+            ("--checkpoint.every 15 --eval.every 20", "set eval.every = 15"),
+        )
+    ),
     (
         "--checkpoint.no_resume --resume",
         "resume = false",

@@ -12,7 +12,7 @@ import tomllib
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.models.known import HUB, KNOWN
+from megatron_rl.models.known import HUB, KNOWN, RENDERERS
 from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
 from megatron_rl.plan.hardware import find_hardware
@@ -127,6 +127,22 @@ def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_pat
     assert max(totals) == pytest.approx(planned, abs=0.06)
     assert make(tmp_path / "q", "gsm8k", "--lora", "64") == 0
     assert load_config(tmp_path / "q/config.toml").lora.rank == 64
+
+
+@pytest.mark.parametrize("recipe", ["agent", "search"])
+def test_a_project_of_an_agent_has_the_models_chat_format(recipe, tmp_path, capsys):
+    assert make(tmp_path / "p", recipe, "--model", "deepseek-v3", "--gpus", "512") == 0
+    assert load_config(tmp_path / "p/config.toml").agent.renderer == "deepseek-v3"
+    assert "chat format" not in capsys.readouterr().out
+    model = random_checkpoint(tmp_path / "model", max_position_embeddings=8192)
+    assert make(tmp_path / "q", recipe, "--model", str(model), "--gpus", "1") == 0
+    assert load_config(tmp_path / "q/config.toml").agent.renderer == "qwen3"
+    assert "agent.renderer = qwen3 may not be its chat format" in capsys.readouterr().out
+    from renderers.base import MODEL_RENDERER_MAP  # imports transformers: seconds
+
+    assert {name: MODEL_RENDERER_MAP.get(HUB[name]) for name in HUB} == {
+        name: RENDERERS.get(name) for name in HUB
+    }
 
 
 def test_every_known_model_has_a_checkpoint_on_the_hub():
