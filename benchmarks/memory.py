@@ -87,7 +87,7 @@ def main() -> None:
 def sections(path: Path, recompute: str) -> dict[str, Any]:
     return {
         "model": {"path": str(path), "dtype": "float32", "recompute": recompute},
-        "data": {"train": "unused"},
+        "data": {"train": "unused", "max_prompt_tokens": ROWS - 1024},
         "run": {"max_tokens_per_micro_batch": ROWS, "device": "cpu"},
         "optim": {"distributed": False},
         "replay": {"mode": "none", "measure": False},

@@ -26,7 +26,7 @@ def random_checkpoint(
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        max_position_embeddings=256,
+        max_position_embeddings=4096,
         rope_theta=1e6,
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,

@@ -5,6 +5,8 @@ Every method is collective: all ranks call it at the same place.
 
 from __future__ import annotations
 
+import difflib
+import logging
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,6 +35,7 @@ from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.left_out_counts import totals_of
 from megatron_rl.records import Files
 
+logger = logging.getLogger(__name__)
 PROGRESS = {"policy_version", "prompts", "totals"}
 """Keys of the progress that every resume needs, beside the engine."""
 
@@ -192,6 +195,25 @@ class CheckpointPolicy:
             with self._events.timed("checkpoint", snapshot.step, f"after step {snapshot.step}"):
                 self.checkpointer.save(snapshot)
             self._saved_step, self._saved_value = snapshot.step, snapshot.value
+            self._warn_without_value(snapshot)
+
+    def _warn_without_value(self, snapshot: Snapshot) -> None:
+        """Warn where checkpoint.best_metric is none of the metrics that this step has: names of
+        users' functions are not known before, so the configuration may have a wrong one.
+        """
+        best, (measured_at, values) = self.checkpointer.cfg.best_metric, self._measured
+        if not best or snapshot.value is not None or measured_at != snapshot.step:
+            return
+        # a step without an evaluation lacks all metrics of evaluations
+        is_eval = best.startswith("eval/")
+        alike = [name for name in values if name.startswith("eval/") == is_eval]
+        if alike and dist.get_rank() == 0:
+            close = difflib.get_close_matches(best, alike, n=1, cutoff=0.6)
+            logger.warning(
+                "checkpoint.best_metric = %s is no metric of step %d: its checkpoint cannot be the"
+                " best%s",
+                best, snapshot.step, f"; did you mean {close[0]}?" if close else "",
+            )  # fmt: skip
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
         (has_files,) = all_reduce_ints(

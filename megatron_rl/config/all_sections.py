@@ -63,6 +63,18 @@ class AllSections(Section):
         return sections.DataConfig.model_validate(data | changed)
 
     @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a sequence that is trained on by itself, a prompt with its response or
+        a row of `megatron-rl sft`: it may exceed run.max_tokens_per_micro_batch.
+        """
+        if self.is_sft:
+            return self.sft.max_row_tokens
+        response = self.rollout.max_response_tokens
+        if self.agent.name:  # sequences of training and of evaluation have one limit
+            response = max(response, self.eval.max_response_tokens or 0)
+        return self.data.max_prompt_tokens + response
+
+    @property
     def needs_routes(self) -> bool:
         """True if rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure

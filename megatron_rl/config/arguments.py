@@ -16,9 +16,9 @@ import tomllib
 from collections.abc import Sequence
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas, types_of
+from megatron_rl.config.schema import SECTIONS, TABLES, Schema, elsewhere, schemas, types_of
 
-OPTIONS_AS_VALUES = re.compile(r"--(rollout|teachers\.[^.]+)\.server[_-]args|--agent\.command")
+OPTIONS_AS_VALUES = re.compile(r"--(rollout|teachers\..+)\.server[_-]args|--agent\.command")
 """Settings whose values are options of another program: they extend to the next --section.key."""
 RULE = "settings are --section.key VALUE"
 
@@ -40,12 +40,39 @@ def section_values(overrides: Sequence[str]) -> dict[str, dict[str, object]]:
         if equals and words:
             fix = "write all values separated by spaces, or one after ="
             raise ConfigError(f"{words[0]!r} after {option}: {fix}")
-        section, key, *item = name[2:].split(".", 2)
-        section, key = section.replace("-", "_"), key.replace("-", "_")
-        # the name of a table's entry is the user's: its dashes stay
-        key, read = read_value(section, ".".join([key, *item]), [value] if equals else words)
+        section, _, key = name[2:].partition(".")
+        section = section.replace("-", "_")
+        key, read = read_value(
+            section, with_underscores(section, key), [value] if equals else words
+        )
         values.setdefault(section, {})[key] = read
     return values
+
+
+def is_open(section: str) -> bool:
+    """Return True for a section whose keys are tables with names of the user's."""
+    return f"{section}.NAME" in TABLES
+
+
+def split_key(section: str, key: str) -> tuple[str, str]:
+    """Return the two parts of "table.name"; the second is "" without a dot.
+
+    The tables of an open section have names of the user's, perhaps with dots; its keys have none.
+    """
+    if "." not in key:
+        return key, ""
+    table, _, name = key.rpartition(".") if is_open(section) else key.partition(".")
+    return table, name
+
+
+def with_underscores(section: str, key: str) -> str:
+    """Return a key with _ for -, except in a name that is the user's: of a table, or its entry."""
+    table, name = split_key(section, key)
+    if is_open(section):
+        name = name.replace("-", "_")
+    else:
+        table = table.replace("-", "_")
+    return f"{table}.{name}" if name else table
 
 
 def split(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -78,7 +105,7 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     known = schemas(section)
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
-    table, _, item = key.partition(".")
+    table, item = split_key(section, key)
     if item in schemas(f"{section}.NAME"):  # a key of an open section's table
         return key, read_value(f"{section}.NAME", item, words)[1]
     if table not in known:

@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from megatron_rl.config.arguments import section_values
+from megatron_rl.config.arguments import is_open, section_values, split_key
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
 from megatron_rl.config.redact import Redactor
@@ -52,8 +52,8 @@ def load_config(
     # in this order, so that the command line has the last word
     changes = chain((section_overrides or {}).items(), section_values(overrides).items())
     for section, keys in changes:
-        values[section] = merged(values.get(section, {}), keys)
-        replaced |= {f"{section}.{key.partition('.')[0]}" for key in keys}
+        values[section] = merged(section, values.get(section, {}), keys)
+        replaced |= {f"{section}.{split_key(section, key)[0]}" for key in keys}
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -64,11 +64,17 @@ def load_config(
         raise ConfigError("\n".join(lines)) from error
 
 
-def merged(before: Mapping[str, object], keys: Mapping[str, object]) -> dict[str, object]:
-    """Return `before` with `keys` set; "key.name" sets one name of a key's table."""
+def merged(
+    section: str, before: Mapping[str, object], keys: Mapping[str, object]
+) -> dict[str, object]:
+    """Return `before` with `keys` set; "key.name" sets one name of a key's table.
+
+    A whole table of an open section is set by its name, which may have dots.
+    """
     after = dict(before)
     for key, value in keys.items():
-        table, _, name = key.partition(".")
+        is_table = is_open(section) and isinstance(value, Mapping)
+        table, name = (key, "") if is_table else split_key(section, key)
         entries = after.get(table, {})
         if name and isinstance(entries, dict):
             after[table] = {**entries, name: value}

@@ -156,33 +156,45 @@ def check_stages(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) 
         )
 
 
+SERVER_TOKENS = 6
+"""Tokens of its KV cache and of the model's positions that SGLang leaves unused (tp_worker.py:
+max_req_input_len)."""
+
+
 def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """Yield why servers that the run starts could not finish a response of full length.
+    """Yield why servers that the run starts could not finish a response of full length to the
+    longest prompt.
 
     SGLang refuses requests beyond the model's positions, unless it is started with a longer
     context, and truncates responses that do not fit into its KV cache.
     """
-    if cfg.rollout.urls:
+    rollout, prompt = cfg.rollout, cfg.data.max_prompt_tokens
+    if rollout.urls:
         return
+    limits = [
+        (
+            rollout.max_total_tokens, "rollout.max_total_tokens", "the KV cache of a server",
+            "SGLang truncates longer responses silently; lower one of the first two or raise"
+            " rollout.max_total_tokens",
+        )
+    ]  # fmt: skip
     # --context-length, perhaps abbreviated
-    is_extended = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
-    for section, tokens in (
-        ("rollout", cfg.rollout.max_response_tokens),
+    if not any(arg.startswith("--context") for arg in rollout.server_args):
+        refused = "the server refuses longer requests; lower one of them"
+        name = "the model's max_position_embeddings"
+        limits.append((spec.max_positions, name, "its context", refused))
+    for section, response in (
+        ("rollout", rollout.max_response_tokens),
         ("eval", cfg.eval.max_response_tokens or 0),
     ):
-        if tokens >= spec.max_positions and not is_extended:
-            yield (
-                f"{section}.max_response_tokens = {tokens} must be less than the model's"
-                f" max_position_embeddings, {spec.max_positions}: the server refuses longer"
-                " requests; lower it"
-            )
-        if tokens >= cfg.rollout.max_total_tokens:
-            yield (
-                f"{section}.max_response_tokens = {tokens} must be less than"
-                f" rollout.max_total_tokens = {cfg.rollout.max_total_tokens}, the KV cache of a"
-                " server: SGLang truncates longer responses silently; lower the first or raise the"
-                " second"
-            )
+        for most, name, what, reason in limits:
+            if prompt + response > most - SERVER_TOKENS:
+                yield (
+                    f"data.max_prompt_tokens = {prompt} and {section}.max_response_tokens ="
+                    f" {response}: {prompt + response} tokens must be at most"
+                    f" {most - SERVER_TOKENS}, {name} = {most} ({what}) less {SERVER_TOKENS} that"
+                    f" SGLang leaves unused: {reason}"
+                )
 
 
 TOKEN_BYTES = 16

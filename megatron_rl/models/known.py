@@ -124,6 +124,14 @@ HUB = {
 }
 """Name -> a checkpoint of that size on the Hugging Face hub."""
 
+RENDERERS = {
+    "qwen3-30b-a3b": "qwen3",
+    "qwen3-235b-a22b": "qwen3",
+    "deepseek-v3": "deepseek-v3",
+    "kimi-k2": "kimi-k2",
+}
+"""Name -> agent.renderer of that checkpoint; the `renderers` package has none for OLMoE."""
+
 
 def is_known(model: str | Path) -> bool:
     """Return True for the name of a well-known model, unless it is also a directory."""

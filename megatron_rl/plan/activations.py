@@ -4,8 +4,8 @@ runs, and the LM head.
 With TransformerEngine's layers the rules are counts of what autograd, core's dispatcher and the
 layers hold, which `megatron-rl rehearse` shows by line.  Sizes are in bytes.
 
-t: rows of a micro-batch on one context-parallel rank; h, f: hidden size, expert size; k: experts
-per token; Q, K: widths of queries and of keys.
+t: rows of the largest micro-batch on one context-parallel rank; h, f: hidden size, expert size; k:
+experts per token; Q, K: widths of queries and of keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerBytes:
 
 
 def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, skew: float = 1.0) -> LayerBytes:
-    """Return the bytes of one layer for a full micro-batch.
+    """Return the bytes of one layer for the largest micro-batch.
 
     skew: rows of this rank's experts / mean over ranks; permuted rows are those of its tokens.
     """

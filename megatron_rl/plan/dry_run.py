@@ -33,7 +33,7 @@ from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.saved.saved_config import check_config
 
 MEMORY_TITLE = (
-    "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"
+    "Memory per rank, computed, at the largest micro-batch; without the framework, CUDA and nccl"
 )
 NO_FILES = (
     "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no"

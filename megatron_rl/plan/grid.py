@@ -100,9 +100,16 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
     return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
 
 
+def most_rows(cfg: Config) -> int:
+    """Return the rows of the largest micro-batch of a replica: a full one, or the longest sequence,
+    which is a micro-batch by itself where it exceeds run.max_tokens_per_micro_batch.
+    """
+    return max(cfg.run.max_tokens_per_micro_batch, cfg.longest_sequence)
+
+
 def rows(cfg: Config) -> int:
-    """Return T, the rows of a full micro-batch on one context-parallel rank."""
-    return cfg.run.max_tokens_per_micro_batch // cfg.parallel.cp
+    """Return T, the rows of the largest micro-batch on one context-parallel rank."""
+    return most_rows(cfg) // cfg.parallel.cp
 
 
 def sequence_shards(cfg: Config) -> int:

@@ -154,7 +154,7 @@ def broadcast_bytes(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> int:
     return int(weight_sources(cfg) * assumed.communicator * GIB) + 2 * bucket
 
 
-def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
+def check_phases(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None:
     """Raise ValueError for a phase whose exact part alone does not fit."""
     for phase in phases:
         if phase.exact > hardware.memory:
@@ -165,7 +165,7 @@ def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
                 f"{phase.name}: a GPU would hold {trainer:.1f} GiB of the trainer and {servers:.1f}"
                 f" GiB of servers, {exact:.1f} GiB of them weights, gradients, optimizer state and"
                 f" KV cache, which must be at most the {hardware.memory / GIB:.1f} GiB of"
-                f" {hardware.name}: {remedy(phase)}"
+                f" {hardware.name}: {remedy(cfg, phase)}"
             )
 
 
@@ -187,17 +187,21 @@ def check_sync(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None
             )
 
 
-def remedy(phase: Phase) -> str:
-    """Return the change that makes a phase fit, for a message."""
+def remedy(cfg: Config, phase: Phase) -> str:
+    """Return the change that makes a phase fit, for a message.
+
+    Where trainer and servers alternate, it is one to the larger of the two.
+    """
+    alternates = cfg.rollout.release_memory
     if phase.name.startswith(SCORING):
         name = phase.name.removeprefix(SCORING)
         return f"give it more of teachers.{name}.gpus, or lower rollout.max_total_tokens"
-    if not phase.servers:
+    if not phase.servers or (alternates and phase.trainer > phase.servers):
         return (
             "use more ranks, or another layout (megatron-rl plan); for other hardware of the dry"
             " run, --gpu"
         )
-    if not phase.trainer:
+    if not phase.trainer or alternates:
         return "give a server more of rollout.gpus, or lower rollout.max_total_tokens"
     return (
         "set rollout.gpus to GPUs without training ranks, rollout.release_memory = true with"

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.config.rules.rollout_rules import check_rollout
-from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.plan.server_time import DecodeModel, ServerPlan
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
 
 
-def with_servers(cfg: Config, ranks: int | None, servers: DecodeModel) -> Config:
-    """Return `cfg` with the proposed servers, unless it names servers itself.
+def with_servers(
+    spec: ModelSpec,
+    cfg: Config,
+    devices: int,
+    hardware: Hardware,
+    assumed: Assumptions,
+    *,
+    ranks: int | None,
+) -> Config:
+    """Return `cfg` with servers of the smallest size on `devices`, unless it names servers itself.
 
     They alternate with the trainer on its GPUs if these are in one node; else they are attached.
     ranks: GPUs that train and may serve in alternation; None: servers have GPUs of their own.
+    Raises ValueError if the devices are too few for one server.
     """
-    rollout, num, size = cfg.rollout, servers.server_pool.num, servers.server_pool.devices
+    rollout = cfg.rollout
     has_servers = rollout.urls or rollout.gpus or rollout.num_servers > 1
     if has_servers or rollout.weight_sync != "distributed":
         return cfg
+    server_pool = propose_servers(spec, devices, hardware, assumed)
+    servers = DecodeModel(spec, server_pool, hardware, assumed)
+    num, size = server_pool.num, server_pool.devices
     chosen: dict[str, object]
     if is_shared(ranks, servers):
         cached = int(servers.cached_tokens()) // 1024 * 1024

@@ -149,7 +149,7 @@ def check_gpus(
     result = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
     if not has_servers:
         result = [phase for phase in result if phase.trainer]
-    check_phases(result, machine.hardware)
+    check_phases(cfg, result, machine.hardware)
     check_sync(cfg, result, machine.hardware)
     rank = host_bytes(spec, cfg, world, machine.ranks)
     check_host_memory(rank, machine.ranks, machine.hardware)

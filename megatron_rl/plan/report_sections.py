@@ -156,9 +156,9 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int, per_node: int) -> Itera
         f"at most {tokens:,} tokens (prompts of {cfg.data.max_prompt_tokens:,}, responses of "
         f"{cfg.rollout.max_response_tokens:,})"
     )
-    least = -(-tokens // (replicas * run.max_tokens_per_micro_batch))
-    batches = amount(least, "micro-batch", "micro-batches")
-    yield f"at most about {batches} of {run.max_tokens_per_micro_batch:,} rows on every replica"
+    rows = grid.most_rows(cfg)
+    batches = amount(-(-tokens // (replicas * rows)), "micro-batch", "micro-batches")
+    yield f"at most about {batches} of {rows:,} rows on every replica"
     routes = memory.host_route_bytes(spec, cfg, tokens // replicas)
     if routes:
         one = memory.host_route_bytes(spec, cfg, longest)

@@ -13,7 +13,7 @@ from megatron_rl.models.known import find_spec
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.proposal import with_servers
 from megatron_rl.plan.search import Candidate, Search
-from megatron_rl.plan.server_time import DecodeModel, propose_servers
+from megatron_rl.plan.server_time import configured_servers
 from megatron_rl.plan.training_time import TrainingModel
 
 RESERVE = 8 * GIB
@@ -66,8 +66,7 @@ def propose(
         **changes,
     }
     cfg, spec = load_config(config, (), step), find_spec(model)
-    server_pool = propose_servers(spec, gpus, hardware, assumed)
-    cfg = with_servers(cfg, gpus, DecodeModel(spec, server_pool, hardware, assumed))
+    cfg = with_servers(spec, cfg, gpus, hardware, assumed, ranks=gpus)
     if cfg.rollout.release_memory:
         tokens = min(cfg.rollout.max_total_tokens, MOST_TOKENS)
         cfg = with_rollout(cfg, max_total_tokens=tokens)
@@ -82,6 +81,7 @@ def propose(
             f" larger kind (--gpu) or a smaller model (--model){reasons}"
         )
     best = search.candidates[0]
+    server_pool = configured_servers(spec, best.cfg, hardware, assumed)
     seconds = replace(trainer, cfg=best.cfg).step(server_pool).total
     text = f"{layout_text(best, gpus, hardware)}, {seconds:.0f} s a step"
     if urls := best.cfg.rollout.urls:

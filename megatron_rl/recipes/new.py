@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.models.known import HUB, is_known
+from megatron_rl.models.known import HUB, RENDERERS, is_known
 from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.recipes.layout import propose
 from megatron_rl.recipes.options import parse_new
@@ -24,6 +24,7 @@ MODEL, GPUS, GPU = "qwen3-30b-a3b", 8, "h100"
 """What the files of every recipe are for."""
 PER_NODE = re.compile(r"(?<=GPUS:=)\d+")
 NODES = re.compile(r"(?<=NNODES:=)\d+")
+KIND = re.compile(r"(?<=GPU:=)\w*")
 LAYOUT = re.compile(r"^# Layout: .*$", re.MULTILINE)
 TITLE = re.compile(r"# (?P<name>\S+): (?P<text>.+)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -128,19 +129,33 @@ def fill_in(
     return the layout in words.
     """
     hardware = find_hardware(gpu)
+    per_node, nodes = min(gpus, hardware.per_node), -(-gpus // hardware.per_node)
+    if per_node * nodes != gpus:
+        raise ValueError(
+            f"--gpus {gpus}: on nodes of {per_node} GPUs it must be at most {per_node} or a"
+            " multiple of it, as run.sh starts as many ranks on every node; use"
+            f" {(nodes - 1) * per_node} or {nodes * per_node}"
+        )
     name = model.lower() if is_known(model) else str(Path(model).resolve())
     path = f"checkpoints/{name}" if is_known(model) else name
     lora = {"rank": adapters["lora.rank"]} if adapters else {}
     layout = propose(source / "config.toml", model, path, gpus, hardware, {"lora": lora})
     config, run, readme = Path("config.toml"), Path("run.sh"), Path("README.md")
-    files[config] = with_values(files[config], {**layout.values, **adapters})
-    line = f"{name} on {layout.line}"
+    values, line = {**layout.values, **adapters}, f"{name} on {layout.line}"
+    if former := read_value(files[config], "agent.renderer"):
+        values["agent.renderer"] = RENDERERS.get(name, former)
+        if name not in RENDERERS:
+            line += f"; agent.renderer = {former} may not be its chat format: set the right one"
+    files[config] = with_values(files[config], values)
     if adapters:
         line += f"; adapters of rank {adapters['lora.rank']}"
     files[config] = LAYOUT.sub(lambda _: f"# Layout: {line}", files[config])
-    per_node = min(gpus, hardware.per_node)
-    files[run] = PER_NODE.sub(str(per_node), NODES.sub(str(gpus // per_node), files[run]))
+    files[run] = PER_NODE.sub(str(per_node), NODES.sub(str(nodes), files[run]))
+    if gpu.lower() != GPU:
+        files[run] = KIND.sub(gpu.lower(), files[run])
+    sized = f" --model.path {name}" if is_known(model) else ""
     files[readme] = files[readme].replace(get_model(MODEL), get_model(model))
+    files[readme] = files[readme].replace(f" --model.path {MODEL}", sized)
     return line
 
 

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,10 +57,15 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     add(
         "--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s"
     )
-    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: that of --gpu")
+    add(
+        "--gpu-gib",
+        type=gib_above_zero,
+        metavar="GIB",
+        help="memory of a GPU; default: that of --gpu",
+    )
     add(
         "--reserve-gib",
-        type=float,
+        type=gib,
         default=8.0,
         metavar="GIB",
         help="for CUDA, nccl and fragments; default: %(default)g",
@@ -92,6 +98,23 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="rehearse the five fastest layouts, with two layers (minutes)",
     )
     return parser.parse_known_args(argv)
+
+
+def gib(text: str) -> float:
+    """Return a size in GiB.  Raises ArgumentTypeError unless it is a finite number, at least 0."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB, got {text!r}")
+    return size
+
+
+def gib_above_zero(text: str) -> float:
+    if not (size := gib(text)):
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, got {text!r}")
+    return size
 
 
 def parse_play(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

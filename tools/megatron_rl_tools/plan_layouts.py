@@ -23,7 +23,7 @@ from megatron_rl.plan.hardware import GIB, find_hardware, read_assumptions
 from megatron_rl.plan.proposal import server_options, with_servers
 from megatron_rl.plan.report_sections import gib
 from megatron_rl.plan.search import Candidate, Search
-from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
+from megatron_rl.plan.server_time import configured_servers
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl_tools.options import parse_plan
 from megatron_rl_tools.rehearse.batch import rehearse_all
@@ -44,20 +44,24 @@ def main(argv: list[str] | None = None) -> int:
         spec = find_spec(args.model)
         assumed = read_assumptions(args.assume)
         hardware = find_hardware(args.gpu)
-        hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
-        server_pool = propose_servers(spec, args.server_gpus or args.gpus, hardware, assumed)
+        hardware = replace(
+            hardware,
+            per_node=args.gpus_per_node or hardware.per_node,
+            memory=GIB * args.gpu_gib if args.gpu_gib else hardware.memory,
+        )
         ranks = None if args.server_gpus else args.gpus
-        cfg = with_servers(cfg, ranks, DecodeModel(spec, server_pool, hardware, assumed))
+        devices = args.server_gpus or args.gpus
+        cfg = with_servers(spec, cfg, devices, hardware, assumed, ranks=ranks)
         if problems := list(length_problems(cfg, spec)):
             raise ValueError("\n".join(problems))
     except ValueError as error:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
-    limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
+    limit = hardware.memory - args.reserve_gib * GIB
     trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
     search = Search(trainer, limit)
     layouts = search.candidates
-    rows = cfg.run.max_tokens_per_micro_batch
+    rows = grid.most_rows(cfg)
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch:"
         f" {len(layouts)} layouts fit in {gib(int(limit))}"
@@ -76,7 +80,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     Console(width=140, highlight=False).print(layout_table(layouts[: args.top], args.gpus))
-    print("\n".join(best_lines(trainer, layouts[0], server_pool)))
+    try:
+        print("\n".join(best_lines(trainer, layouts[0])))
+    except ValueError as error:  # servers that the configuration names cannot hold the model
+        print(f"megatron-rl plan: {error}", file=sys.stderr)
+        return 2
     return rehearse_best(layouts[:5], args) if args.rehearse else 0
 
 
@@ -117,8 +125,12 @@ def layout_table(layouts: list[Candidate], gpus: int) -> Table:
     return out
 
 
-def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan) -> list[str]:
-    """Return the lines about the first layout: its step and its settings."""
+def best_lines(trainer: TrainingModel, best: Candidate) -> list[str]:
+    """Return the lines about the first layout: its step and its settings.
+
+    Raises ValueError if its servers cannot hold the model.
+    """
+    server_pool = configured_servers(trainer.spec, best.cfg, trainer.hardware, trainer.assumed)
     times = replace(trainer, cfg=best.cfg).step(server_pool)
     p, sampling = best.cfg.parallel, times.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
@@ -160,6 +161,23 @@ def batch_problems(cfg: AllSections) -> Iterator[str]:
             f"checkpoint.best_metric = {best} is never measured: eval.sets names "
             f"{', '.join(cfg.eval.sets) or 'no file'}; write eval/NAME/avg@{cfg.eval.samples} with "
             "a NAME of eval.sets"
+        )
+    elif best.startswith("eval/"):
+        yield from best_problems(cfg)
+
+
+def best_problems(cfg: AllSections) -> Iterator[str]:
+    """Yield why no checkpoint before the last one has a metric of an evaluation."""
+    saved, evaluated, end = cfg.checkpoint.every, cfg.eval.every, cfg.run.num_steps
+    # lcm(n, 0) = 0: evaluated before the first step and after the last one only
+    coincide = math.lcm(saved, evaluated) or end
+    # sft.epochs set another number of steps, when the rows are read
+    if cfg.sft.epochs is None and 0 < saved < end <= coincide:
+        yield (
+            f"checkpoint.best_metric = {cfg.checkpoint.best_metric} with checkpoint.every = {saved}"
+            f" and eval.every = {evaluated}: no step before the last one, run.num_steps = {end}, is"
+            " both saved and evaluated, so no other checkpoint could be the best; set eval.every ="
+            f" {saved}"
         )
 
 

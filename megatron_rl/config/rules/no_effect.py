@@ -74,6 +74,10 @@ def needs(cfg: AllSections) -> list[Need]:
         *data_needs(cfg),
         ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
         (
+            "lora.alpha rslora targets shared_pairs path", cfg.lora.rank > 0,
+            "lora.rank = 0, as no adapter is trained, but all weights are", "lora.rank above 0",
+        ),
+        (
             "model.recompute_layers", cfg.model.recompute in ("full", "block"),
             f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
         ),

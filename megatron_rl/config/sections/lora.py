@@ -41,7 +41,3 @@ class LoraConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.rank and not self.targets:
             yield "targets = []: adapters need weights; name some, or set rank = 0"
-        if self.shared_pairs and not self.rank:
-            yield "shared_pairs = true with rank = 0: no adapter is trained; remove it"
-        if self.path is not None and not self.rank:
-            yield f"path = {self.path} with rank = 0: no adapter is trained; set rank to that of it"

@@ -7,9 +7,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from megatron_rl.config import Config
-
-SERVER_TOKENS = 6
-"""Tokens of its KV cache that SGLang leaves unused (tp_worker.py: max_req_input_len)."""
+from megatron_rl.models.fit import SERVER_TOKENS
 
 
 def sequence_limit(cfg: Config, server_tokens: int | None) -> tuple[int, str]:
@@ -19,10 +17,9 @@ def sequence_limit(cfg: Config, server_tokens: int | None) -> tuple[int, str]:
     and by the KV cache; None where it is not known.
     """
     rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
-    response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
     # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest
     # prompt and response
-    longest = max(rows, cfg.data.max_prompt_tokens + response)
+    longest = max(rows, cfg.longest_sequence)
     limits = [(longest, f"run.max_tokens_per_micro_batch = {rows}")]
     if not cfg.rollout.urls:
         limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))

@@ -77,6 +77,27 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
     ], "7 has other weights than the 0.7 of step 6"
 
 
+def test_a_metric_that_no_step_has_is_named(checkpoint_policy, caplog):
+    """A wrong name: no checkpoint would be kept as the best, for the whole run."""
+    policy = checkpoint_policy
+    policy.note(4, {"rollout/reward_mean": 1.0})
+    policy.save(4, {})
+    assert not caplog.records, "no evaluation was due"
+    policy.note(5, {"eval/a/avg@4": 1.0})
+    policy.save(5, {})
+    assert "best_metric = eval/a/avg@1 is no metric of step 5" in caplog.text
+    assert "did you mean eval/a/avg@4?" in caplog.text
+    policy.checkpointer.cfg = CheckpointConfig(keep_last=1, best_metric="rollout/rewrad_mean")
+    policy.note(6, {"rollout/reward_mean": 1.0})
+    policy.save(6, {})
+    assert "did you mean rollout/reward_mean?" in caplog.text
+    policy.checkpointer.cfg = CheckpointConfig(keep_last=1, best_metric="rollout/reward_mean")
+    caplog.clear()
+    policy.note(7, {"rollout/reward_mean": 1.0})
+    policy.save(7, {})
+    assert not caplog.records
+
+
 def test_weights_are_saved_again_when_their_metric_is_known_later(checkpoint_policy):
     """A signal ended the evaluation, and the resumed run has repeated it."""
     policy, name = checkpoint_policy, "eval/a/avg@1"

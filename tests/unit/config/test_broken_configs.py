@@ -512,13 +512,13 @@ CONFLICTS = [
         "--rollout.max_total_tokens 512",
         "max_response_tokens = 1024",
         "rollout.max_total_tokens = 512",
-        "raise the second",
+        "raise rollout.max_total_tokens",
     ),
     (
         "--rollout.max_response_tokens 5000",
         "max_response_tokens = 5000",
-        "max_position_embeddings, 4096",
-        "lower it",
+        "max_position_embeddings = 4096",
+        "lower one of them",
     ),
     ("--eval.every 5", "eval.every = 5", "eval.sets names no file", "set eval.sets"),
     ("--eval.pass_at 8", "eval.pass_at = [8]", "samples = 4", "raise samples"),
@@ -539,6 +539,20 @@ CONFLICTS = [
         "eval/aime/accuracy",
         "eval.sets names aime",
         "write eval/NAME/avg@4",
+    ),
+    *(
+        (
+            "--eval.sets aime a.jsonl --checkpoint.best_metric eval/aime/avg@4"
+            f" --checkpoint.keep_last 2 {every}",
+            "checkpoint.best_metric = eval/aime/avg@4",
+            "no step before the last one, run.num_steps = 60, is both saved and evaluated",
+            fix,
+        )
+        for every, fix in (
+            ("--checkpoint.every 7 --eval.every 20", "set eval.every = 7"),
+            ("--checkpoint.every 20 --eval.every 0", "set eval.every = 20"),
+            ("--checkpoint.every 15 --eval.every 20", "set eval.every = 15"),
+        )
     ),
     (
         "--checkpoint.no_resume --resume",

@@ -298,6 +298,17 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
             "checkpoint": {"keep_last": 1, "best_metric": "eval/a/reward/format"},
         },
         {
+            "eval": {"sets": {"a": "a.jsonl"}, "every": 10},
+            "run": {"num_steps": 31},
+            "checkpoint": {"keep_last": 1, "best_metric": "eval/a/avg@4", "every": 15},
+        },
+        # no checkpoint before the last one
+        {
+            "eval": {"sets": {"a": "a.jsonl"}, "every": 10},
+            "run": {"num_steps": 5},
+            "checkpoint": {"keep_last": 1, "best_metric": "eval/a/avg@4", "every": 7},
+        },
+        {
             "eval": {"sets": {"a": "a.jsonl"}, "pass_at": [2]},
             "checkpoint": {"keep_last": 1, "best_metric": "eval/a/pass@2_low"},
         },

@@ -22,7 +22,10 @@ BASE = ["--model.path", "unused", "--data.train", "unused"]
             ["--rollout.server_args", "--enable-lora", "--rollout.allow_unproven", "enable_lora"],
             "merged weights, to which a slot would add another",
         ),
-        ([*ADAPTER, "--lora.rank", "0"], "no adapter is trained; set lora.rank"),
+        (
+            ["--lora.rank", "0", "--rollout.weight_sync", "adapter"],
+            "no adapter is trained; set lora.rank",
+        ),
         ([*ADAPTER, "--lora.targets", "all"], r"got \['all'\]: SGLang .* kernels for GPUs alone"),
         ([*ADAPTER, "--rollout.quantize", "fp8"], "servers of adapters keep the base"),
         ([*ADAPTER, "--rollout.server_args=--lora-backend=triton"], "the run sets these options"),
@@ -31,9 +34,20 @@ BASE = ["--model.path", "unused", "--data.train", "unused"]
         ([*ADAPTER, "--rollout.release_memory", "true"], "needs weight_sync = colocated"),
         (["--rollout.server_args", "--lora-paths=a=b"], "lora_paths = a=b is unproven"),
         (["--lora.targets"], "adapters need weights"),
-        (["--lora.rank", "0", "--lora.path", "x"], "no adapter is trained"),
+        *(
+            (
+                ["--lora.rank", "0", *option],
+                rf"{option[0][2:]} = .* has no effect with lora.rank = 0",
+            )
+            for option in (
+                ("--lora.alpha", "64"),
+                ("--lora.targets", "attention"),
+                ("--lora.rslora", "true"),
+                ("--lora.shared_pairs", "true"),
+                ("--lora.path", "x"),
+            )
+        ),
         (["--lora.alpha", "0"], r"lora\.alpha"),
-        (["--lora.rank", "0", "--lora.shared_pairs", "true"], "no adapter is trained"),
         (
             ["--lora.shared_pairs", "true", "--parallel.etp", "2"],
             r"shared_pairs = true with parallel.etp = 2 and tp = 1: .* set parallel.etp to 1 or to",

@@ -19,6 +19,7 @@ def load(**sections):
 
 def test_defaults_give_way_to_the_users_settings(tmp_path):
     assert load().is_sft and load().run.group_size == 1
+    assert load(sft={"max_row_tokens": 9000}).longest_sequence == 9000
     assert load(loss={"aggregation": "sequence_mean"}).loss.switches.aggregation == "sequence_mean"
     assert load(loss={"name": "grpo"}, run={"group_size": 8}).loss.name == "grpo"
     path = tmp_path / "config.toml"

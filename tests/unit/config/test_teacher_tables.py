@@ -42,6 +42,28 @@ def test_tables_are_read_from_file_and_command_line_and_written_back(tmp_path):
     assert urls.by_name["math"].urls == (URL, "http://b:2") and not urls.by_name["math"].sources
 
 
+@pytest.mark.parametrize("name", ["my-math", "qwen2.5", "v1.5-instruct"])
+def test_the_command_line_reaches_a_teacher_by_its_name(name, tmp_path):
+    """A name has dots and dashes as written; dashes of a key are underscores."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'[model]\npath = "m"\n[data]\ntrain = "x"\n[teachers."{name}"]\nurls = ["{URL}"]\n'
+    )
+    options = [f"--teachers.{name}.beta", "0.5", f"--teachers.{name}.beta-end=0.25"]
+    cfg = load_config(path, [*options, f"--teachers.{name}.beta_steps", "7"])
+    teacher = Teacher(urls=(URL,), beta=0.5, beta_end=0.25, beta_steps=7)
+    assert cfg.teachers.by_name == {name: teacher}
+    tables = {"teachers": {name: teacher.model_dump()}}
+    assert load_config(path, [], tables).teachers.by_name == {name: teacher}
+    served = (f"--teachers.{name}.path", "t", f"--teachers.{name}.server-args", "--tp-size", "2")
+    (table,) = load_config(
+        None, served, {"model": {"path": "m"}, "data": {"train": "x"}}
+    ).teachers.by_name.values()
+    assert table.server_args == ("--tp-size", "2")
+    with pytest.raises(ConfigError, match="unknown key bta = '1'; did you mean 'beta'"):
+        load_config(path, [f"--teachers.{name}.bta", "1"])
+
+
 def test_beta_changes_linearly_and_then_stays():
     teacher = Teacher(urls=(URL,), beta=1.0, beta_end=0.2, beta_steps=4)
     assert [teacher.beta_at(step) for step in (0, 1, 2, 4, 9)] == pytest.approx(

@@ -40,6 +40,19 @@ def config(*overrides, **sections):
     return load_config(None, list(overrides), base | sections)
 
 
+def test_the_longest_sequence_fits_although_it_exceeds_a_micro_batch():
+    """A sequence above the cap is a micro-batch by itself (batch/balance.py)."""
+    cap = "--run.max_tokens_per_micro_batch"
+    small, whole = config(cap, "4096"), config(cap, str(2048 + 32_768))
+    assert fullest(SPEC, small, 8, Assumptions()) == fullest(SPEC, whole, 8, Assumptions())
+    lines = report(small, 8)
+    assert "at most about 128 micro-batches of 34,816 rows on every replica" in lines
+    # evaluation is not trained on, but an agent's sequences have one limit in both
+    more = ("--eval.max_response_tokens", "40000")
+    assert config(*more).longest_sequence == 34_816
+    assert config(*more, "--agent.function", "a:b").longest_sequence == 42_048
+
+
 def test_the_kl_reference_takes_host_memory_and_none_of_the_gpu():
     plain, with_kl = config(), config("--loss.kl_coef", "0.001")
     on_gpu = memory.rank_memory(SPEC, plain, 8, 0)

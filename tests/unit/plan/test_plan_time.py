@@ -16,6 +16,7 @@ from megatron_rl.models.cost import active_parameters, cache_numbers
 from megatron_rl.models.fit import core_version
 from megatron_rl.models.known import KNOWN, find_spec
 from megatron_rl.models.spec import ModelError
+from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import lengths_of, make_lengths
 from megatron_rl.plan.memory import full_model, rank_parameters, trained_parameters
@@ -26,6 +27,7 @@ from megatron_rl.plan.server_time import (
     propose_servers,
 )
 from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl_tools.plan_layouts import PAPER_STEP
 from megatron_rl_tools.plan_layouts import main as plan
 
 ROOT = Path(__file__).parents[3]
@@ -392,9 +394,68 @@ def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):
     assert plan(["--gpus", "64", "--model", "qwen9"]) == 2
     assert "no such checkpoint directory" in capsys.readouterr().err
     assert plan(["--gpus", "16", "--model", "deepseek-v3"]) == 2
-    with pytest.raises(SystemExit):
-        plan(["--gpus", "0", "--model", "qwen3-30b-a3b"])
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
+    for options in (["--gpus", "0"], ["--gpu-gib", "0"], ["--gpu-gib", "nan"],
+                    ["--reserve-gib", "inf"]):  # fmt: skip
+        with pytest.raises(SystemExit):
+            plan(["--gpus", "8", "--model", "qwen3-30b-a3b", *options])
+        assert f"argument {options[0]}: must be a " in capsys.readouterr().err
+
+
+def planned(capsys, *options):
+    """(seconds, concurrent requests, servers, their KV cache) that `plan` prints for its first
+    layout, and the options that it proposes.
+    """
+    assert plan(["--gpus", "8", "--model", "qwen3-30b-a3b", "--top", "1", *options]) == 0
+    out = capsys.readouterr().out
+    lines = dict(re.findall(r"^(first|servers|their options): (.+)$", out, re.M))
+    seconds = float(re.search(r"; (\d+) s in all", out)[1])
+    slots = int(re.search(r"(\d+) concurrent", lines["servers"])[1])
+    cache = int(re.search(r"max_total_tokens (\d+)", lines["their options"])[1])
+    proposed = [*lines["first"].split(), *lines["their options"].split()]
+    return (seconds, slots, lines["servers"].partition(" GPUs")[0], cache), proposed
+
+
+SHARED = (
+    "--rollout.gpus", *"01234567", "--rollout.weight_sync", "colocated", "--rollout.release_memory",
+    "--rollout.max_server_restarts", "0", "--rollout.max_total_tokens", "100000",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "servers"),
+    [
+        ((), 64, "4 x 2"),
+        (("--rollout.max_running_requests", "9"), 9, "4 x 2"),
+        (
+            ("--rollout.num_servers", "1", "--rollout.max_running_requests", "8", *SHARED),
+            8,
+            "1 x 8",
+        ),
+        # the KV cache limits them
+        (("--rollout.num_servers", "2", *SHARED), 11, "2 x 4"),
+    ],
+)
+def test_the_plans_seconds_are_those_of_its_dry_run(options, slots, servers, capsys):
+    """The servers are those that the configuration names, or those that the plan proposes."""
+    (seconds, *printed), proposed = planned(capsys, *options)
+    assert printed[:2] == [slots, servers]
+    sections = PAPER_STEP | {"model": {**PAPER_STEP["model"], "path": "qwen3-30b-a3b"}}
+    cfg = load_config(None, [*options, *proposed], sections)
+    text = report(cfg, 8)
+    assert float(re.search(r"a step +([\d.]+) s", text)[1]) == pytest.approx(seconds, abs=0.6)
+    assert f"up to {slots} concurrent requests" in text
+
+
+def test_the_plans_servers_have_the_memory_of_its_gpus(capsys):
+    """--gpu-gib is the memory of all GPUs, those of servers too."""
+    (_, _, servers, cache), _ = planned(capsys, "--gpu-gib", "120")
+    (_, _, more, larger), _ = planned(capsys, "--gpu-gib", "140")
+    token = 48 * 2 * 4 * 128 * 2 / 2  # bytes on each of a server's two GPUs
+    assert (servers, more) == ("4 x 2", "4 x 2")
+    assert larger - cache == pytest.approx(
+        20 * 2**30 * Assumptions().server_memory / token, abs=1024
+    )
 
 
 PAGES = "".join((ROOT / page).read_text() for page in ("docs/guides/layout.md", "results/plans.md"))

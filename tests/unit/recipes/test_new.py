@@ -12,15 +12,20 @@ import tomllib
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.models.known import HUB, KNOWN
+from megatron_rl.models.known import HUB, KNOWN, RENDERERS
 from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
+from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 
 RECIPES = sorted(new.recipes())
+
+
+def joined(text):
+    return " ".join(text.split())
 
 
 def make(folder, recipe, *options):
@@ -47,6 +52,9 @@ def test_a_recipe_is_complete(recipe):
     assert "NOT RUN on GPUs" in config
     run = (folder / "run.sh").read_text()
     assert len(new.PER_NODE.findall(run)) == len(new.NODES.findall(run)) == 1
+    assert new.KIND.findall(run) == [""] and f"--dry-run --model.path {new.MODEL}`" in joined(
+        readme
+    )
     assert max(map(len, (folder / "prepare.py").read_text().splitlines())) <= 100
     assert len((folder / "prepare.py").read_text().splitlines()) <= 60, "a screen"
 
@@ -83,7 +91,24 @@ def test_a_project_passes_the_dry_run(recipe, model, gpus, tmp_path, monkeypatch
     table = found.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
     totals = [float(total) for total in re.findall(r"([\d.]+) GiB$", table, re.M)]
     assert max(totals) == pytest.approx(float(planned), abs=0.06)
-    assert HUB[model] in (tmp_path / "p/README.md").read_text()
+    # with the servers that the file names
+    seconds = float(re.search(r"a step +([\d.]+) s", found)[1])
+    assert float(re.search(r", (\d+) s a step", line)[1]) == pytest.approx(seconds, abs=0.6)
+    readme = joined((tmp_path / "p/README.md").read_text())
+    assert HUB[model] in readme and f"--dry-run --model.path {model}`" in readme
+
+
+def test_a_project_for_other_gpus_checks_them(tmp_path, monkeypatch):
+    """Four H200 hold what four H100 do not: the servers alternate with the trainer on both."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert make(tmp_path / "p", "gsm8k", "--gpus", "4", "--gpu", "H200") == 0
+    assert '"${GPU:=h200}"' in (tmp_path / "p/run.sh").read_text()
+    cfg = load_config(tmp_path / "p/config.toml", ["--model.path", new.MODEL, "--run.device=cuda"])
+    assert "Memory of a GPU by phase" in report(cfg, 4, find_hardware("h200"))
+    with pytest.raises(ValueError, match="training: a GPU would hold") as error:
+        report(cfg, 4)
+    assert "use more ranks, or another layout" in str(error.value)
+    assert "--gpu" in str(error.value) and "release_memory" not in str(error.value)
 
 
 def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_path, monkeypatch):
@@ -104,6 +129,22 @@ def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_pat
     assert load_config(tmp_path / "q/config.toml").lora.rank == 64
 
 
+@pytest.mark.parametrize("recipe", ["agent", "search"])
+def test_a_project_of_an_agent_has_the_models_chat_format(recipe, tmp_path, capsys):
+    assert make(tmp_path / "p", recipe, "--model", "deepseek-v3", "--gpus", "512") == 0
+    assert load_config(tmp_path / "p/config.toml").agent.renderer == "deepseek-v3"
+    assert "chat format" not in capsys.readouterr().out
+    model = random_checkpoint(tmp_path / "model", max_position_embeddings=8192)
+    assert make(tmp_path / "q", recipe, "--model", str(model), "--gpus", "1") == 0
+    assert load_config(tmp_path / "q/config.toml").agent.renderer == "qwen3"
+    assert "agent.renderer = qwen3 may not be its chat format" in capsys.readouterr().out
+    from renderers.base import MODEL_RENDERER_MAP  # imports transformers: seconds
+
+    assert {name: MODEL_RENDERER_MAP.get(HUB[name]) for name in HUB} == {
+        name: RENDERERS.get(name) for name in HUB
+    }
+
+
 def test_every_known_model_has_a_checkpoint_on_the_hub():
     assert HUB.keys() == KNOWN.keys()
 
@@ -119,7 +160,7 @@ def test_the_reward_of_a_recipe_can_be_called(recipe, tmp_path, monkeypatch):
 
 def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
     model = tmp_path / "my model"
-    random_checkpoint(model)
+    random_checkpoint(model, max_position_embeddings=256)
     make_tokenizer().save_pretrained(model)
     assert make(tmp_path / "p", "gsm8k", "--model", str(model), "--gpus", "1") == 2
     assert "max_position_embeddings" in capsys.readouterr().err
@@ -129,6 +170,7 @@ def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
     assert load_config(tmp_path / "p/config.toml").model.path == model
     block = new.BLOCK.search((tmp_path / "p/README.md").read_text())[1]
     assert block.splitlines()[0] == "python prepare.py", "nothing is downloaded for it"
+    assert "at the plan first: `bash run.sh --dry-run`." in (tmp_path / "p/README.md").read_text()
     assert "next:\n  cd" in capsys.readouterr().out
 
 
@@ -141,6 +183,8 @@ def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
         (["--recipe", "gsm8k", "--gpus", "1"], "cannot serve this model in 16 bits"),
         (["--recipe", "gsm8k", "--gpus", "2"], "no layout of qwen3-30b-a3b fits on 2 x H100"),
         (["--recipe", "gsm8k", "--gpu", "h1000"], "h100"),
+        (["--recipe", "gsm8k", "--gpus", "12"], "it must be at most 8 or a multiple of it"),
+        (["--recipe", "gsm8k", "--gpus", "12"], "use 8 or 16"),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_nothing_is_written(options, message, tmp_path, capsys):
@@ -184,9 +228,9 @@ def test_run_sh_starts_the_ranks_or_checks(recipe, nodes, rank, tmp_path):
     stub.chmod(0o755)
     env = {"PATH": f"{stub.parent}:/usr/bin:/bin", "NNODES": nodes, "NODE_RANK": rank, "GPUS": "4"}
 
-    def run(*options):
+    def run(*options, **more):
         command = ["bash", str(tmp_path / "p/run.sh"), *options]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(command, env=env | more, capture_output=True, text=True, cwd=tmp_path)
         return done.stdout.split()
 
     here = str(tmp_path / "p")
@@ -194,7 +238,10 @@ def test_run_sh_starts_the_ranks_or_checks(recipe, nodes, rank, tmp_path):
         here, here, "train", "--config", "config.toml", "--gpus", str(4 * int(nodes)),
         "--dry-run", "--run.seed", "1",
     ]  # fmt: skip
-    words = run("--run.seed", "1")
+    assert run("--dry-run", GPU="h200")[5:] == [
+        "--gpus", str(4 * int(nodes)), "--gpu", "h200", "--dry-run",
+    ]  # fmt: skip
+    words = run("--run.seed", "1", GPU="h200")
     assert words[:3] == [here, here, "launch"] and words[-2:] == ["--run.seed", "1"]
     text = " ".join(words)
     assert f"--nnodes {nodes} --node-rank {rank} --nproc-per-node 4 " in text

@@ -238,7 +238,7 @@ def test_what_ends_one_turn_is_no_end_of_others():
             (994, "the servers' max_req_input_len = 994"),
         ),
         (
-            {"eval": {"max_response_tokens": 2048}},
+            {"eval": {"max_response_tokens": 2048}, "agent": {"function": "a:b"}},
             4096,
             (2148, "run.max_tokens_per_micro_batch = 50"),
         ),

@@ -266,7 +266,7 @@ def test_an_adapter_with_experts_one_by_one(tmp_path: Path) -> None:
         ({}, {"modules_to_save": ["lm_head"]}, r"modules_to_save"),
         ({}, {"peft_type": "IA3"}, r"peft_type = IA3"),
         ({"path": "nowhere"}, {}, r"lora.path = nowhere: adapter_config.json cannot be read"),
-        ({"rank": 0}, {}, r"with rank = 0: no adapter is trained"),
+        ({"rank": 0}, {}, r"lora.rank = 0, as no adapter is trained"),
     ],
 )
 def test_what_cannot_be_continued_is_named(folder_of_one, lora, change, message, tmp_path) -> None:

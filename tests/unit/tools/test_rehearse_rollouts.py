@@ -9,7 +9,11 @@ from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records.token_sets import check_mask
-from megatron_rl_tools.rehearse.rollouts import invented_samples, saved_samples
+from megatron_rl_tools.rehearse.rollouts import (
+    invented_samples,
+    saved_samples,
+    sequence_lengths,
+)
 from tests.saved_run import make_material, sections
 
 
@@ -21,6 +25,15 @@ def material(tmp_path_factory):
 def config(material, *overrides):
     cfg = load_config(None, list(overrides), sections(material, material, steps=9))
     return cfg, make_spec(load_hf_config(cfg.model.path))
+
+
+def test_they_are_as_long_as_the_configuration_allows(material):
+    """Also above run.max_tokens_per_micro_batch, where a sequence is a micro-batch by itself."""
+    sizes = ("--data.max_prompt_tokens", "100", "--rollout.max_response_tokens", "300")
+    for cap, lengths in (("1000", [400, 600]), ("430", [400]), ("256", [400])):
+        cfg, _ = config(material, *sizes, "--run.max_tokens_per_micro_batch", cap)
+        assert sequence_lengths(cfg, 2, None) == 2 * lengths
+    assert sequence_lengths(cfg, 2, 33_000) == [33_000] * 2
 
 
 def test_turns_kept_sets_and_versions(material):

@@ -35,10 +35,8 @@ def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> li
     The first sequence of each is the longest that the configuration allows (or `longest`, in
     tokens); shorter ones fill the rest of the micro-batch, as far as it has room for 64 tokens.
     """
-    room = cfg.run.max_tokens_per_micro_batch
-    full = longest or cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
-    first = min(full, room)
-    room_left = room - first
+    first = longest or cfg.longest_sequence
+    room_left = cfg.run.max_tokens_per_micro_batch - first
     lengths = []
     for _ in range(micro_batches):
         lengths.append(first)
