@@ -204,9 +204,9 @@ def test_the_table_for_people():
     metrics = evaluate.summarize(
         "s", table([[1, 0], [NAN, NAN]]), EvalConfig(samples=2), on_error="drop"
     )
-    found = evaluate.values_of_set("s", metrics)
+    values = evaluate.values_of_set("s", metrics)
     lines = evaluate.table_of(
-        {"sets": {"s": {"num_prompts": 2} | found, "longer": {"num_prompts": 2} | found}}
+        {"sets": {"s": {"num_prompts": 2} | values, "longer": {"num_prompts": 2} | values}}
     ).splitlines()
     assert len(lines) == 3 and lines[0].split() == [
         "set",
@@ -380,7 +380,7 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
 
 
 async def continues_with_less(session, prompt):
-    """As an agent that shortens its history where the context is full."""
+    """It is an agent that shortens its history where the context is full."""
     await session.generate(max_tokens=5)
     session.observe([9] * 30)
     with pytest.raises(ContextFull, match="the servers' max_req_input_len = 30 are used up"):

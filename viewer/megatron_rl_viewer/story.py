@@ -11,7 +11,8 @@ from typing import Any
 from megatron_rl_viewer.run_folder import Run
 
 LEARNED = {"sft/loss": "loss", "rollout/reward_mean": "reward"}
-"""What a run shows first: the loss of SFT, which has no rewards, else the reward."""
+"""The metric that a run shows first, and its name: the loss of SFT, which has no rewards, else the
+reward."""
 STEADY = 0.02
 """The largest change, as a share of its range, that counts as none."""
 

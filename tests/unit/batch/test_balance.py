@@ -110,7 +110,7 @@ def test_too_few_sequences_are_refused():
 
 
 def test_sequences_above_half_of_the_cap_are_counted_before_plans_are_tried(monkeypatch):
-    """As where most responses end at half of the cap: every plan takes a tenth of a second."""
+    """Every plan takes a tenth of a second, and most responses may end at half of the cap."""
     tried, plan = [], balance.plan_packed
     monkeypatch.setattr(
         balance,

@@ -200,7 +200,7 @@ def test_the_error_of_a_failed_rank_reaches_all(tmp_path):
 
 
 def test_an_error_with_text_that_has_no_utf_8_is_still_that_error(tmp_path, monkeypatch):
-    """As with the name of a file; the store refuses it."""
+    """The name of a file may have it, and the store refuses it."""
     dogs = make(2, tmp_path)
     for rank in (1, 0):
         with pytest.raises(ValueError, match="caf\udce9"), dogs[rank]:

@@ -139,8 +139,8 @@ def test_prompts_that_differ_before_the_last_message_are_all_kept(project, tmp_p
     }
     rows = [{"messages": chat, "label": label} for label, chat in chats.items()]
     rows += [{"messages": conversation("what  is 1+2?", "3", "Double it."), "label": "6"}]
-    held = [{"messages": [system, *chats["8"]], "label": "8"}]
-    train, test = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", held)
+    rows_of_test = [{"messages": [system, *chats["8"]], "label": "8"}]
+    train, test = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows_of_test)
     prepare = project()
     status, text = prepare("--from", train, f"test={test}")
     assert status == 0, text

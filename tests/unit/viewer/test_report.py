@@ -148,7 +148,7 @@ def test_a_run_with_one_step_or_none_can_be_drawn(tmp_path):
 
 
 def test_half_a_surrogate_pair_in_a_text_is_no_error(run_dir, tmp_path):
-    """As the escapes that earlier versions wrote give."""
+    """The escapes that earlier versions wrote give such a text."""
     folder = tmp_path / "escaped"
     shutil.copytree(run_dir, folder)
     lines = (folder / "rollouts.jsonl").read_text().replace(': "p', r': "\ud83d p')

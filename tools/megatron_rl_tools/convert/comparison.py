@@ -21,7 +21,7 @@ class Comparison:
     count: int = 0
     different: list[str] = field(default_factory=list)
     rounded: dict[str, list[str]] = field(default_factory=dict)
-    """How two tensors are equal though their dtypes lose values -> names."""
+    """Names of tensors that are equal after rounding, by the dtypes of both."""
 
     def lines(self) -> Iterator[str]:
         """Yield the result, worst first."""
