@@ -71,8 +71,8 @@ def test_bad_input_names_what_to_change(served, tmp_path, capsys):
                 "--model",
                 model,
                 "--longest",
-                "300",
-            ): "--longest 300, --response 32: together they must",
+                "5000",
+            ): "--longest 5000, --response 32: together they must",
         }
         for options, message in cases.items():
             assert main(list(options)) == 2
