@@ -393,6 +393,7 @@ def compare_with_base(checkpoint: Path) -> None:
 
     dist.init_process_group("gloo")
     fused = {"fused_lm_head": True}
+    lora = {"rank": RANK, "rslora": True, "targets": ["all", "embedding", "lm_head"]}
     for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"}), ({"tp": 2}, fused)):
         found = {}
         for rank in (0, RANK):
@@ -400,7 +401,7 @@ def compare_with_base(checkpoint: Path) -> None:
                 checkpoint,
                 parallel=parallel,
                 model=model,
-                lora={"rank": rank, "rslora": True, "targets": ["all", "embedding", "lm_head"]},
+                lora=lora if rank else {},
                 loss={"kl_coef": 0.1},
             )
             first = engine.old_logprobs(random_batch(engine), MetricSums(), replay="R3")
