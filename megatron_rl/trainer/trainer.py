@@ -278,6 +278,7 @@ class Trainer:
         is_due = step != self.evaluated and self.is_due(step, self.cfg.eval.every)
         if not (is_last or is_first or is_due):
             return
+        lacks_value = False
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
             metrics = self.rollouts.evaluate()
@@ -288,8 +289,8 @@ class Trainer:
                 )
                 lacks_value = self.checkpoint_policy.note(step, metrics)
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
-                if lacks_value:
-                    self.save(step, is_last=True)
+        if lacks_value:
+            self.save(step, is_last=True)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Save a checkpoint after `step` finished steps, if due or if a signal came.

@@ -87,10 +87,10 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
             "__exit__": lambda *_: calls.append(("exit", (), {})),
         })  # fmt: skip
     with ExitStack() as stack:
-        found = build.find_servers(cfg, SPEC, "cpu", pool, stack, console)
+        servers = build.find_servers(cfg, SPEC, "cpu", pool, stack, console)
         assert "exit" not in calls.names
     assert calls.names[-1] == ("exit" if ours else "limits")
-    assert found == (urls, "float16", {url: {"of": url} for url in urls}, "name", 98)
+    assert servers == (urls, "float16", {url: {"of": url} for url in urls}, "name", 98)
 
     started = ["pool.log_path", "log", "enter", "pool.take"] if ours else []
     checks = ["server", "settings", "in_place", "sampling", "log"]
