@@ -38,7 +38,7 @@ class SimulatedInference:
     concurrency: groups in progress at a time (rollout.max_concurrency).
     """
 
-    teacher_turns = None  # no teacher shares GPUs
+    time_shared_teachers = None  # no teacher shares GPUs
 
     def __init__(self, workload: Workload, speed: Speed, concurrency: int) -> None:
         self.workload, self.concurrency = workload, concurrency

@@ -43,7 +43,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records.packed import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
+from megatron_rl.replay.manager import ReplayManager, ReplayPass, RouterHook, Routes
 from megatron_rl.replay.mismatch import MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.replay.rollout_routes import RolloutRoutes
 from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
@@ -164,7 +164,7 @@ class Engine:
         )
         router = self._router_record()
         logprobs, replayed = self._forward(
-            micro_batches, routes, record=replay == "R2", watch=router
+            micro_batches, routes, record=replay == "R2", router_hook=router
         )
         flips = None
         if replayed.mismatch is not None:
@@ -272,7 +272,7 @@ class Engine:
         if old is None:
             return None
         shift = RouterShift(old)
-        self._forward(micro_batches, routes, watch=shift)
+        self._forward(micro_batches, routes, router_hook=shift)
         bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
         return shift_per_token(
             shift,
@@ -349,7 +349,7 @@ class Engine:
         routes: Sequence[Routes],
         *,
         record: bool = False,
-        watch: WatchRouters | None = None,
+        router_hook: RouterHook | None = None,
     ) -> tuple[tuple[Tensor, ...], ReplayPass]:
         """Return the log-probs of every micro-batch, without gradient, and the replay pass.
 
@@ -363,7 +363,9 @@ class Engine:
             return values.sum()  # the schedule needs a scalar; nothing reads it
 
         self._set_mode(training=False)
-        passed = self.manager.run_pass(routes, training=False, record=record, watch=watch)
+        passed = self.manager.run_pass(
+            routes, training=False, record=record, router_hook=router_hook
+        )
         with torch.no_grad(), passed as replayed:
             self._pipeline.run(micro_batches, keep, training=False)
         return tuple(logprobs), replayed

@@ -58,7 +58,7 @@ def phases(
     alternates = bool(shared) and cfg.rollout.release_memory
     # every process keeps some memory; all sleeping teachers may be on this GPU
     left = int(assumed.released * GIB)
-    asleep = left * len(cfg.teachers.in_turns)
+    asleep = left * len(cfg.teachers.time_shared)
     if server is None or not shared:
         # the trainer and the servers have GPUs of their own
         yield Phase("training", rank.total, 0, state)
@@ -85,7 +85,7 @@ def phases(
         trainer, servers = rank.weights + buckets, synced + beside
         yield Phase("weight sync", trainer, servers, rank.weights + synced)
         yield Phase("sampling", left, shared * server.total + beside, shared * server.total)
-    for name in cfg.teachers.in_turns:
+    for name in cfg.teachers.time_shared:
         size = teacher_bytes(cfg.teachers.by_name[name], cfg, hardware, assumed)
         beside = asleep + shared * left if alternates else asleep
         yield Phase(f"{SCORING}{name}", left if alternates else 0, size + beside, size)

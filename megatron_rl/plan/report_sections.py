@@ -317,7 +317,7 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
         "sampled while the previous one trains" if step.overlaps else "one stage after the other"
     )
     teachers = teacher_seconds(cfg, hardware, assumed)
-    waited = sum(teachers[name] for name in cfg.teachers.in_turns)
+    waited = sum(teachers[name] for name in cfg.teachers.time_shared)
     yield f"a step       {seconds_text(step.total + waited)}, {order}"
     training = old_logprob.total + update.total
     if sampling.total > SLOW_SAMPLING * training:

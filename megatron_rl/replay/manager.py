@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.replay.mismatch import Mismatch, ObserveRoutes
+from megatron_rl.replay.mismatch import Mismatch, MismatchHook
 from megatron_rl.replay.router import LiveTopK, RouteOverride, install
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
 
 
-WatchRouters = Callable[[int, int, Tensor, Tensor], None]
+RouterHook = Callable[[int, int, Tensor, Tensor], None]
 """An observer of one router call in a forward: (index of this stage's layer, micro-batch, scores
 [t, E], ids [t, K] that were used).
 """
@@ -65,7 +65,7 @@ class ReplayPass:
     """A backward follows."""
     mismatch: Mismatch | None
     """The comparison with the rollout's routes (mismatch.py); None where nothing is compared."""
-    watch: WatchRouters | None = None
+    router_hook: RouterHook | None = None
     recorded: tuple[Tensor, ...] | None = None
     """The ids [l, t, K] of every micro-batch, after a pass that records."""
     micro_batch: int | None = None
@@ -105,7 +105,7 @@ class ReplayManager:
         self._stage_layers = {layer: index for index, layer in enumerate(self.layers)}
         self._routers = dict(routers)
         self._pass: ReplayPass | None = None
-        self._observe: ObserveRoutes | None = None
+        self._mismatch_hook: MismatchHook | None = None
         for layer, router in routers:
             install(router, RouteOverride(self.decide, layer))
 
@@ -116,7 +116,7 @@ class ReplayManager:
         *,
         training: bool,
         record: bool = False,
-        watch: WatchRouters | None = None,
+        router_hook: RouterHook | None = None,
     ) -> Iterator[ReplayPass]:
         """Run the schedule inside; the yielded pass has its results afterwards.
 
@@ -124,13 +124,13 @@ class ReplayManager:
         training: a backward follows, so a forward without gradient is a checkpointed one, which
         will be recomputed.
         record: keep the ids that are used, in ReplayPass.recorded.
-        watch: called by every router of a forward; it must not wait for the device.
+        router_hook: called by every router of a forward; it must not wait for the device.
         Raises RuntimeError when a (micro-batch, layer) was not consumed exactly once, or when a
         recompute is missing.
         """
         assert self._pass is None, "a replay pass is already running"
         mismatch = self._make_mismatch(routes)
-        self._pass = state = ReplayPass(routes, record, training, mismatch, watch)
+        self._pass = state = ReplayPass(routes, record, training, mismatch, router_hook)
         try:
             yield state
             self._finish(state)
@@ -138,13 +138,13 @@ class ReplayManager:
             self._pass = None  # also after an error: the next pass must not use these routes
 
     @contextmanager
-    def observed(self, observe: ObserveRoutes) -> Iterator[None]:
-        """Call `observe` with every comparison of the passes inside: see Mismatch."""
-        self._observe = observe
+    def with_mismatch_hook(self, hook: MismatchHook) -> Iterator[None]:
+        """Call `hook` with every comparison of the passes inside: see Mismatch."""
+        self._mismatch_hook = hook
         try:
             yield
         finally:
-            self._observe = None
+            self._mismatch_hook = None
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
@@ -202,8 +202,8 @@ class ReplayManager:
                 routes.reference[stage_layer],
                 bias=bias,
             )
-        if state.watch is not None:
-            state.watch(stage_layer, state.micro_batch, scores, used[1])
+        if state.router_hook is not None:
+            state.router_hook(stage_layer, state.micro_batch, scores, used[1])
         if state.record:
             state.used[key] = used[1].to(self.id_dtype)
         # a forward without gradient before a backward: core checkpoints this layer, and will run it
@@ -220,7 +220,10 @@ class ReplayManager:
             return None
         assert len(compared) == len(routes), "compare all micro-batches of a pass or none"
         return Mismatch(
-            self.layers, compared, scores_are_logits=self.scores_are_logits, observe=self._observe
+            self.layers,
+            compared,
+            scores_are_logits=self.scores_are_logits,
+            hook=self._mismatch_hook,
         )
 
     def _with_live_rows(

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.stage_sums import sum_over_stages
 
-ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
+MismatchHook = Callable[[int, int, Tensor, Tensor, Tensor], None]
 """An observer of one comparison: (index of this stage's layer, micro-batch, live ids [t, K],
 margins [t], flipped [t]).
 """
@@ -53,7 +53,7 @@ class Mismatch:
     compared: bool [t] of every micro-batch, the rows with real ids.
     scores_are_logits: gate weights are a softmax of the selected scores; else they are the shares
     of these scores in their sum.
-    observe: called with every comparison; it must not wait for the device either.
+    hook: called with every comparison; it must not wait for the device either.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Mismatch:
         compared: Sequence[Tensor],
         *,
         scores_are_logits: bool = True,
-        observe: ObserveRoutes | None = None,
+        hook: MismatchHook | None = None,
     ) -> None:
         device = compared[0].device
         self.layers = tuple(layers)
         self.compared = tuple(compared)
         self.scores_are_logits = scores_are_logits
-        self.observe = observe
+        self.hook = hook
         self.sums = torch.zeros(len(self.layers), len(COLUMNS), dtype=torch.float64, device=device)
         self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self.flips = tuple(torch.zeros_like(rows, dtype=torch.int16) for rows in compared)
@@ -127,8 +127,8 @@ class Mismatch:
         self.flips[micro_batch].add_(flipped)  # adds up over the layers of a pass
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[stage_layer]), first))
-        if self.observe is not None:
-            self.observe(stage_layer, micro_batch, live, margin, flipped)
+        if self.hook is not None:
+            self.hook(stage_layer, micro_batch, live, margin, flipped)
 
 
 def flips_per_token(

@@ -35,7 +35,7 @@ def router_logprobs(scores: Tensor, ids: Tensor, *, scores_are_logits: bool) -> 
 
 @dataclass
 class RouterRecord:
-    """The experts that a pass used, and their log-probabilities: a WatchRouters for the old-logprob
+    """The experts that a pass used, and their log-probabilities: a RouterHook for the old-logprob
     pass.
 
     It is on the device until the update, and takes rows x MoE layers of the stage x K x (4 bytes,
@@ -72,7 +72,7 @@ class RouterRecord:
 @dataclass
 class RouterShift:
     """The change since the record `old`, averaged over K and added over this stage's layers: a
-    WatchRouters for a later pass over the same micro-batches.
+    RouterHook for a later pass over the same micro-batches.
     """
 
     old: RouterRecord

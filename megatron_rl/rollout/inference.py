@@ -28,7 +28,7 @@ from megatron_rl.rollout.client.sampling import Sampling, SamplingSettings
 from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.rollout.teacher_turns import TeacherTurns
+from megatron_rl.rollout.time_shared_teachers import TimeSharedTeachers
 from megatron_rl.weights.hf.export import HFStream, HFTensor
 from megatron_rl.weights.sync.push_records import PushReport
 from megatron_rl.weights.sync.servers import Servers, WeightPushError
@@ -115,7 +115,7 @@ class Inference:
     memory: TrainerMemory | None = None
     """With rollout.release_memory, where servers and trainer have the GPUs in alternation.  A side
     allocates only after every rank, or server, of the other side has freed its memory."""
-    teacher_turns: TeacherTurns | None = None
+    time_shared_teachers: TimeSharedTeachers | None = None
     """The teachers that have GPU memory only while they score."""
     servers_have_memory: bool = True
     """The servers have their GPU memory."""
@@ -380,12 +380,12 @@ class Inference:
         It has no effect without release_memory, or where the trainer has the memory.
         """
         self.release_servers()
-        if self.teacher_turns is not None:
-            self.teacher_turns.release()
+        if self.time_shared_teachers is not None:
+            self.time_shared_teachers.release()
         if self.memory is not None and not self.trainer_has_memory:
             self.memory.restore()
             self.trainer_has_memory = True
 
     def teacher_seconds(self) -> dict[str, float]:
-        """Return metric -> seconds of the step for the turns of teachers."""
-        return {} if self.teacher_turns is None else self.teacher_turns.take_seconds()
+        """Return metric -> seconds of the step that time-shared teachers took."""
+        return {} if self.time_shared_teachers is None else self.time_shared_teachers.take_seconds()

@@ -234,9 +234,9 @@ class Scheduler:
         self._take_stats()
         stats, self.stats = self.stats, CallStats()
         self.removed += groups
-        if self.inference.teacher_turns is not None:
+        if self.inference.time_shared_teachers is not None:
             with self.progress(f"{text}: teachers", len(groups)) as advance:
-                self._teach_in_turns(prompts, groups, version, lambda: advance(1))
+                self._teach_one_by_one(prompts, groups, version, lambda: advance(1))
         closed = [self.rollout_group(group) for group in groups]
         plain = without_routes(closed)
         missing = count_missing_routes(plain, dropped=stats.dropped_without_route)
@@ -271,8 +271,8 @@ class Scheduler:
         A prompt that comes twice has two groups.
         """
         teacher = self.cfg.teachers.name_for(prompt.source)
-        if teacher in self.cfg.teachers.in_turns:
-            teacher = ""  # it scores after sampling (_teach_in_turns)
+        if teacher in self.cfg.teachers.time_shared:
+            teacher = ""  # it scores after sampling (_teach_one_by_one)
         restored = next((group for group in self.restored if group.prompt is prompt), None)
         if restored is None:
             return Group(prompt, self.cfg.run.group_size, teacher=teacher)
@@ -299,7 +299,7 @@ class Scheduler:
             truncation=rollout.truncation,
         )
 
-    def _teach_in_turns(
+    def _teach_one_by_one(
         self,
         prompts: Sequence[Prompt],
         groups: Sequence[Group],
@@ -311,13 +311,13 @@ class Scheduler:
         prompts: those of all replicas.  groups: this leader's, which are sampled: a task on them
         asks their teacher alone.
         """
-        turns, name_for = self.inference.teacher_turns, self.cfg.teachers.name_for
-        assert turns is not None and self.inference.pending is None, "sampling has not ended"
+        teachers, name_for = self.inference.time_shared_teachers, self.cfg.teachers.name_for
+        assert teachers is not None and self.inference.pending is None, "sampling has not ended"
         wanted = {name_for(prompt.source) for prompt in prompts}
-        with turns.timed("teacher/turn_seconds"):
+        with teachers.timed("teacher/turn_seconds"):
             self.inference.release_servers()
-            for name in (name for name in turns.names if name in wanted):
-                turns.wake(name)
+            for name in (name for name in teachers.names if name in wanted):
+                teachers.wake(name)
                 taught = [group for group in groups if name_for(group.prompt.source) == name]
                 for group in taught:
                     group.wait_for(name)

@@ -241,14 +241,16 @@ def make_source(
             tokenizer=inputs.tokenizer,
             recorder=recorder,
         )
-    turns = None
+    shared_teachers = None
     if cfg.teachers.with_servers:  # before the student's servers, which take minutes to start
         # a stage of its own: each of the two may take as long as the watchdog allows
         services.meter.enter("starting or finding teachers")
         prompts = inputs.prompts.prompts
-        cfg, turns = find_teachers(cfg, engine, prompts, stack, services.console)
+        cfg, shared_teachers = find_teachers(cfg, engine, prompts, stack, services.console)
     services.meter.enter("starting or finding servers")
-    inference, leader = make_inference(cfg, services, engine, inputs.tokenizer, stack, turns)
+    inference, leader = make_inference(
+        cfg, services, engine, inputs.tokenizer, stack, shared_teachers
+    )
     services.watch(inference)
     return LiveRollouts(
         cfg=cfg,

@@ -45,7 +45,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.rollout.teacher_turns import TeacherTurns
+from megatron_rl.rollout.time_shared_teachers import TimeSharedTeachers
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.hf.adapter_export import export_adapters, slot_weights
@@ -64,7 +64,7 @@ def make_inference(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
-    turns: TeacherTurns | None = None,
+    time_shared_teachers: TimeSharedTeachers | None = None,
 ) -> tuple[Inference, Leader | None]:
     """Start or find the servers, check them, and make the client of this rank.  Collective.
 
@@ -96,7 +96,7 @@ def make_inference(
         dtype=servers.dtype,
         group=parallel.host_group,
         memory=memory,
-        teacher_turns=turns,
+        time_shared_teachers=time_shared_teachers,
     )
     # runs before the pusher closes and the servers end: callbacks run in reverse order
     stack.callback(inference.stop)

@@ -1,4 +1,4 @@
-"""The teachers of a run: their servers, and the turns of those that share GPUs."""
+"""The teachers of a run: their servers, and those that share GPUs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.teacher_check import check_teachers, probe, text_for
 from megatron_rl.rollout.server.server_info import auth_headers
 from megatron_rl.rollout.server.teacher_servers import checkpoint_problems, start_teachers
-from megatron_rl.rollout.teacher_turns import SleepingTeacher, TeacherTurns
+from megatron_rl.rollout.time_shared_teachers import SleepingTeacher, TimeSharedTeachers
 from megatron_rl.trainer.build_inference import device_type, leave_gpus
 from megatron_rl.weights.sync.servers import Servers
 
 
 def find_teachers(
     cfg: Config, engine: Engine, prompts: Sequence[Prompt], stack: ExitStack, console: Console
-) -> tuple[Config, TeacherTurns | None]:
+) -> tuple[Config, TimeSharedTeachers | None]:
     """Start or find the teachers' servers and check them; return the configuration with their
-    addresses, and the turns of those that have GPU memory only while they score.  Collective.
+    addresses, and the teachers that have GPU memory only while they score.  Collective.
     """
-    parallel, spec, names = engine.parallel, engine.spec, cfg.teachers.in_turns
+    parallel, spec, names = engine.parallel, engine.spec, cfg.teachers.time_shared
     others = [name for name in cfg.teachers.by_name if name not in names]
     sleepers: dict[str, SleepingTeacher] = {}
 
@@ -37,7 +37,7 @@ def find_teachers(
             raise ValueError("\n".join(problems))
         urls: dict[str, tuple[str, ...]] = {}
         lines: list[str] = []
-        # those with turns start last, each when the one before has released its memory
+        # those that share GPUs start last, each when the one before has released its memory
         for part in [others, *([name] for name in names)]:
             some = cfg.model_copy(update={"teachers": cfg.teachers.only(part)})
             started = start_teachers(some, device_type(parallel), stack, console.log)
@@ -53,8 +53,8 @@ def find_teachers(
     urls, lines = from_rank_0(find, parallel.host_group)
     for line in lines:
         console.log(line)
-    turns = TeacherTurns(names, sleepers, parallel.host_group) if names else None
-    return with_addresses(cfg, urls), turns
+    shared = TimeSharedTeachers(names, sleepers, parallel.host_group) if names else None
+    return with_addresses(cfg, urls), shared
 
 
 def sleeping_teacher(

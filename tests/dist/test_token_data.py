@@ -124,10 +124,10 @@ def record_alone(checkpoint, folder):
     found = {}
     decide, run_pass = ReplayManager.decide, ReplayManager.run_pass
 
-    def watched_pass(self, routes, *, training, record=False, watch=None):
+    def watched_pass(self, routes, *, training, record=False, router_hook=None):
         if not training:
             chosen.append([[None] * 4 for _ in routes])
-        return run_pass(self, routes, training=training, record=record, watch=watch)
+        return run_pass(self, routes, training=training, record=record, router_hook=router_hook)
 
     def watched(self, layer, scores, live_topk):
         if not self._pass.training:

@@ -20,7 +20,7 @@ from megatron_rl.rollout.client.teacher_check import check_teachers, probe
 from megatron_rl.rollout.client.teachers import TeacherClient
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.server.server_info import ServerError
-from megatron_rl.rollout.teacher_turns import SleepingTeacher
+from megatron_rl.rollout.time_shared_teachers import SleepingTeacher
 from megatron_rl.weights.sync.servers import Servers
 from tests.e2e import test_train as runs_of
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes, hf_model

@@ -175,7 +175,7 @@ def is_local(host: str) -> bool:
 def check_can_release(cfg: AllSections, device: str) -> None:
     """Raise ValueError for a device on which SGLang cannot release memory."""
     sections = ["rollout"] if cfg.rollout.release_memory else []
-    sections += [f"teachers.{name}" for name in cfg.teachers.in_turns]
+    sections += [f"teachers.{name}" for name in cfg.teachers.time_shared]
     if sections and device == "cpu":
         raise ValueError(
             f"{sections[0]}.release_memory = true needs a GPU: SGLang's --enable-memory-saver"

@@ -127,7 +127,7 @@ class TeachersConfig(Section):
         return {name: teacher for name, teacher in self.by_name.items() if teacher.is_served}
 
     @property
-    def in_turns(self) -> tuple[str, ...]:
+    def time_shared(self) -> tuple[str, ...]:
         """The names of the teachers whose servers have GPU memory only while they score."""
         teachers = self.with_servers.items()
         return tuple(name for name, teacher in teachers if teacher.release_memory)

@@ -194,7 +194,7 @@ class TokenRecorder:
         ) -> None:
             parts[micro_batch].add_routes(local, live, margins, flipped)
 
-        with self.engine.manager.observed(observe):
+        with self.engine.manager.with_mismatch_hook(observe):
             yield
 
     def observer(self, index: int, mismatch: Mismatch | None) -> ObserveTokens | None:

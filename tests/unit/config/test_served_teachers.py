@@ -83,7 +83,7 @@ def test_teachers_share_gpus_if_all_that_use_them_release_their_memory():
     with pytest.raises(ConfigError, match=r"teachers.b.*GPU 5 is in teachers.a.gpus.*in turn"):
         load(**sections)
     sections["teachers"]["a"]["release_memory"] = True
-    assert load(**sections).teachers.in_turns == ("a", "b")
+    assert load(**sections).teachers.time_shared == ("a", "b")
     with pytest.raises(ConfigError, match=r"GPU 5 is in rollout.gpus.* true of rollout and of"):
         load(**sections, rollout={"gpus": [5]})
     cfg = load(**sections, rollout={"gpus": [5]} | IN_TURN)
@@ -92,7 +92,7 @@ def test_teachers_share_gpus_if_all_that_use_them_release_their_memory():
     with pytest.raises(ValueError, match=r"ranks run on GPU 5 .*release_memory = true of rollout"):
         check_teacher_gpus(alone, 8, 8, {})
     running = cfg.teachers.at({"a": (URL,)})
-    assert running.in_turns == ("a", "b") and running.only(["a"]).by_name["a"].urls == (URL,)
+    assert running.time_shared == ("a", "b") and running.only(["a"]).by_name["a"].urls == (URL,)
 
 
 @pytest.mark.parametrize(

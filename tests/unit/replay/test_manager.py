@@ -175,7 +175,10 @@ def test_watchers_and_observers_get_every_call_with_what_was_used_and_what_is_li
     batches = [
         Routes(replay=routes(seed), reference=reference, compared=compared) for seed in (0, 1)
     ]
-    with manager.observed(observe), manager.run_pass(batches, training=False, watch=watch):
+    with (
+        manager.with_mismatch_hook(observe),
+        manager.run_pass(batches, training=False, router_hook=watch),
+    ):
         for micro_batch in (1, 0):
             with manager.forward(micro_batch):
                 for local, router in enumerate(routers):

@@ -123,7 +123,7 @@ class RandomServers:
     are not returned yet).
     sampling_version: of the open task; oldest: of the tokens that it keeps."""
 
-    teacher_turns = None  # no teacher shares GPUs
+    time_shared_teachers = None  # no teacher shares GPUs
 
     def __init__(self, cfg, version: int, *, leads: bool) -> None:
         self.cfg, self.version = cfg, version

@@ -70,8 +70,11 @@ def no_seconds() -> dict[str, float]:
 
 
 @dataclass
-class TeacherTurns:
-    """The turns of the teachers, as one rank sees them.  Every method is collective."""
+class TimeSharedTeachers:
+    """The teachers that share GPUs, as one rank sees them: at most one has its memory at a time.
+
+    Every method is collective.
+    """
 
     names: tuple[str, ...]
     sleepers: Mapping[str, SleepingTeacher]

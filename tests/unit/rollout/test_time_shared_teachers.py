@@ -20,7 +20,7 @@ from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.server.server_info import ServerError
-from megatron_rl.rollout.teacher_turns import SleepingTeacher, TeacherTurns
+from megatron_rl.rollout.time_shared_teachers import SleepingTeacher, TimeSharedTeachers
 from megatron_rl.weights.sync.servers import Servers
 from tests.fake_server import SPEC, send, wait_for
 from tests.fake_teacher import FakeTeacher, expected_logprobs
@@ -109,7 +109,7 @@ def taught(names=NAMES, scripts=(), with_memory=True, **rollout):
         sleepers = {name: teacher.sleeper() for name, teacher in teachers.items()}
         for sleeper in sleepers.values():
             sleeper.release()
-        inference.teacher_turns = TeacherTurns(tuple(names), sleepers)
+        inference.time_shared_teachers = TimeSharedTeachers(tuple(names), sleepers)
         if with_memory:
             share_memory(loop, events)
         events.clear()
@@ -251,7 +251,7 @@ def test_a_teacher_that_does_not_switch_is_named(path, fault, message):
     with GpuTeacher("ok") as teacher:
         teacher.name, teacher.events = "odd", []
         sleeper = teacher.sleeper(timeout=0.3)
-        turns = TeacherTurns(("odd",), {"odd": sleeper})
+        turns = TimeSharedTeachers(("odd",), {"odd": sleeper})
         if "release" not in path:
             sleeper.release()
         teacher.control_faults[path] = fault
