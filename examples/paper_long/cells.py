@@ -7,10 +7,9 @@ from __future__ import annotations
 from examples.experiments.experiment import Experiment, Hypothesis, Line, Table
 from examples.paper_tiny.cells import OFF_POLICY, ON_POLICY, QUESTIONS, rate
 
-SAMPLING = {
-    "all": Line("all tokens", {}),
-    "top_p": Line("top-p 0.95, sets replayed", {"rollout": {"top_p": 0.95, "top_k": 32}}, False),
-}
+MINIRL = ON_POLICY["minirl"].settings
+SAMPLING = {"rollout": {"top_p": 0.95, "top_k": 32}}
+TOP_P = Line("top-p 0.95, sets replayed", {**MINIRL, **SAMPLING}, is_papers=False)
 ALGORITHMS = {
     name: Line(label, {"loss": {"name": name}, "replay": {"mode": "none"}}, False)
     for name, label in (
@@ -32,15 +31,14 @@ EXPERIMENT = Experiment(
     model={"task": "ledger", "num_experts": 32, "top_k": 4, "num_layers": 2},
     prompts_per_mini_batch=8,  # x group_size = 128 responses of about 110 tokens
     tables={
-        "on_policy": Table("On policy (N = 1)", 1, 60, rate(4e-4), ON_POLICY),
+        "on_policy": Table("On policy (N = 1)", 1, 60, rate(4e-4), {**ON_POLICY, "top_p": TOP_P}),
         "n4": Table("Off policy, N = 4", 4, 20, rate(8e-4), OFF_POLICY),
         "n8": Table("Off policy, N = 8", 8, 12, rate(8e-4), OFF_POLICY),
-        "sampling": Table("Sampling (N = 1)", 1, 60, rate(4e-4), SAMPLING),
         "algorithms": Table(
             "Algorithms, N = 8", 8, 12, {**rate(8e-4), "advantage": {"kind": "auto"}}, ALGORITHMS
         ),
     },
-    questions=(*QUESTIONS, ("top-p 0.95", (("all", "top_p"),))),
+    questions=(*QUESTIONS, ("top-p 0.95", (("minirl", "top_p"),))),
     hypotheses=(
         Hypothesis("H1", "on_policy", "minirl", "no_is"),
         Hypothesis("H1, with R3", "on_policy", "r3", "r3_no_is"),
@@ -58,7 +56,7 @@ EXPERIMENT = Experiment(
         Hypothesis("H5, R3 and R2", "n8", "r2", "r3"),
         Hypothesis("H5, R2 and none", "n8", "clip", "r2"),
         Hypothesis("H5, R3 and none", "n8", "clip", "r3"),
-        Hypothesis("H6", "sampling", "all", "top_p"),
+        Hypothesis("H6", "on_policy", "minirl", "top_p"),
         *(
             Hypothesis(f"H7, {name}", "algorithms", "minirl", name)
             for name in ALGORITHMS
