@@ -194,6 +194,9 @@ def values_of_set(name: str, metrics: Mapping[str, float]) -> dict[str, float | 
 def settings_of(cfg: Config) -> dict[str, object]:
     return {
         "temperature": cfg.eval.temperature,
+        "top_p": cfg.eval.top_p,
+        "top_k": cfg.eval.top_k,
+        "min_p": cfg.eval.min_p,
         "max_response_tokens": cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
         "template": cfg.eval_data.template,
         "chat_template": cfg.data.chat_template,

@@ -20,6 +20,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.sampling import for_evaluation
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     ServerInfo,
@@ -108,9 +109,7 @@ class StandaloneSampler:
         return self.client.generate(
             prompts,
             cfg.eval.samples,
-            temperature=cfg.eval.temperature,
-            max_tokens=cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
-            stop_token_ids=[self.tokenizer.eos_token_id],
+            **for_evaluation(cfg, [self.tokenizer.eos_token_id]),
             policy_version=self.version,
             on_progress=advance,
         )

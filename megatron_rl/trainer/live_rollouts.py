@@ -31,6 +31,7 @@ from megatron_rl.metrics.events import Events
 from megatron_rl.records import Files, Prompt, RolloutGroup, with_routes, without_routes
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import for_evaluation
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, MissingRoutes
@@ -371,10 +372,7 @@ class LiveRollouts(RolloutSource):
             groups = self.inference.generate(
                 prompts,
                 self.cfg.eval.samples,
-                temperature=self.cfg.eval.temperature,
-                max_tokens=self.cfg.eval.max_response_tokens
-                or self.cfg.rollout.max_response_tokens,
-                stop_token_ids=[self.tokenizer.eos_token_id],
+                **for_evaluation(self.cfg, [self.tokenizer.eos_token_id]),
                 id_prefix="eval/",
                 on_progress=advance,
             )

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.config.base import AboveZero, Count, Finite, NotNegative, Positive, Section
+from megatron_rl.config.sections.rollout import ALL_TOKENS, Truncation
 from megatron_rl.config.sections.train_sources import TrainSource, names_of, sources_of
 
 
@@ -102,6 +103,14 @@ class EvalConfig(Section):
     """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
     temperature: NotNegative = 1.0
     """Sampling temperature in evaluation; 0 = greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample in evaluation from the smallest set of tokens with this much probability.  A model
+    that is trained with rollout.top_p has learned nothing about the other tokens."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample in evaluation from the k most probable tokens; -1: all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample in evaluation from the tokens with at least this share of the most probable token's
+    probability."""
     max_prompts: Positive | None = None
     """Prompts taken from each set; default: all."""
     max_response_tokens: Positive | None = None
@@ -112,6 +121,12 @@ class EvalConfig(Section):
     """label_key of the evaluation files; default: that of [data]."""
     template: str | None = None
     """template of the evaluation files; default: that of [data]."""
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The limits of evaluation's samples; None if these come from the entire vocabulary."""
+        limits = Truncation(self.top_p, self.top_k, self.min_p)
+        return None if limits == ALL_TOKENS else limits
 
     def measures(self, metric: str) -> bool:
         """Return True if an evaluation may have `metric`, e.g. eval/NAME/reward/METRIC.
@@ -139,6 +154,8 @@ class EvalConfig(Section):
                 f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at "
                 "least k samples; raise samples"
             )
+        if self.top_k == 0:
+            yield "top_k = 0: must be -1 for all tokens, or at least 1; set top_k = -1"
         if self.temperature == 0 and self.samples > 1:
             yield (
                 f"temperature = 0 gives every prompt samples = {self.samples} equal responses; set "

@@ -34,6 +34,9 @@ class Truncation(NamedTuple):
     min_p: float
 
 
+ALL_TOKENS = Truncation(1.0, -1, 0.0)
+
+
 class RolloutConfig(Section):
     """Sampling and the SGLang servers; without `urls` the run starts its own."""
 
@@ -163,7 +166,7 @@ class RolloutConfig(Section):
     def truncation(self) -> Truncation | None:
         """The limits of training samples; None if these come from the entire vocabulary."""
         limits = Truncation(self.top_p, self.top_k, self.min_p)
-        return None if limits == Truncation(1.0, -1, 0.0) else limits
+        return None if limits == ALL_TOKENS else limits
 
     @property
     def saved_share(self) -> float:

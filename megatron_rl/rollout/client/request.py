@@ -160,6 +160,7 @@ class GenerateRequest:
         }
         if sampling.truncation is not None:
             params |= sampling.truncation._asdict()
+        if sampling.wants_sets:
             body["return_sampling_mask"] = True  # and log-probs over the kept sets
         if any(self.prefixes):  # each sample has its own limit of new tokens
             limits = [sampling.max_tokens - len(prefix) for prefix in self.prefixes]
@@ -191,7 +192,7 @@ class GenerateRequest:
         token_bytes, truncation = BODY_BYTES_PER_TOKEN, self.sampling.truncation
         if self.want_routes:
             token_bytes += spec.num_layers * spec.top_k * 4 * 4 // 3 + 4  # base64 of int32
-        if truncation is not None:
+        if truncation is not None and self.sampling.return_sets:
             token_bytes += truncation.top_k * BODY_BYTES_PER_KEPT
         return BODY_SLACK_BYTES + self.num_samples * tokens * token_bytes
 

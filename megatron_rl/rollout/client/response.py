@@ -120,7 +120,7 @@ def parse_sample(
     max_tokens = sampling.max_tokens - expected.num_prefix_tokens
     response = parse_tokens(fields, meta, spec.vocab_size, max_tokens)
     logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
-    if sampling.truncation is not None:
+    if sampling.wants_sets:
         # over the kept sets: these replace the log-probs over the vocabulary
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     # its adapter sampled all tokens of a request, also those after a later weight sync

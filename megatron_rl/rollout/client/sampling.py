@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+from megatron_rl.config import Config
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 
@@ -19,6 +20,18 @@ class SamplingSettings(TypedDict):
     id_prefix: NotRequired[str]
     single_turn: NotRequired[bool]
     truncation: NotRequired[Truncation | None]
+    return_sets: NotRequired[bool]
+
+
+def for_evaluation(cfg: Config, stop_token_ids: Sequence[int]) -> SamplingSettings:
+    """Return the settings of an evaluation's call."""
+    return {
+        "temperature": cfg.eval.temperature,
+        "max_tokens": cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
+        "stop_token_ids": stop_token_ids,
+        "truncation": cfg.eval.truncation,
+        "return_sets": False,
+    }
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,14 @@ class Sampling:
     first_row: int = 0
     """Routes of the rows before this one are known and not requested; 0: all are requested."""
     truncation: Truncation | None = None
-    """Sample from kept sets, and return them.  Training does; the parity check and evaluation do
-    not."""
+    """Sample from kept sets; None: from all tokens, as the parity check does."""
+    return_sets: bool = True
+    """Return the kept sets, and log-probs over them.  Evaluation needs neither."""
+
+    @property
+    def wants_sets(self) -> bool:
+        """Each sample comes with its kept sets."""
+        return self.truncation is not None and self.return_sets
 
 
 @dataclass(frozen=True)

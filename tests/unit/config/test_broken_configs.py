@@ -522,6 +522,7 @@ CONFLICTS = [
     ),
     ("--eval.every 5", "eval.every = 5", "eval.sets names no file", "set eval.sets"),
     ("--eval.pass_at 8", "eval.pass_at = [8]", "samples = 4", "raise samples"),
+    ("--eval.top_k 0", "top_k = 0", "at least 1", "set top_k = -1"),
     (
         (
             "--eval.sets aime a.jsonl --checkpoint.best_metric eval/aime/avg@8"

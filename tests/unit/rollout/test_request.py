@@ -144,6 +144,10 @@ def test_a_body_states_all_that_shapes_the_distribution():
         "return_sampling_mask": True,
         "extra_key": "3@a",
     }
+    # an evaluation samples from kept sets too, and does not read them
+    evaluation = replace(content, sampling=replace(sampling, return_sets=False)).body()
+    assert content.body() == evaluation | {"return_sampling_mask": True}
+    assert "return_sampling_mask" not in evaluation
 
 
 def test_an_answer_to_an_abort_at_the_deadline_has_a_tenth_of_it_at_most_half_a_minute():

@@ -138,6 +138,15 @@ def test_sets_that_do_not_belong_to_the_tokens_are_refused(name):
     assert caught.value.reason in ("bad_mask", "bad_logprobs")
 
 
+def test_a_sample_of_an_evaluation_needs_no_sets():
+    sample = honest_sample({"return_routed_experts": False}, [3, 4, 5], "s0")
+    expected, rules = ExpectedSample(PROMPT, "q1/0"), SampleRules(SPEC, want_routes=False)
+    rollout = parse_sample(sample, expected, replace(SAMPLING, return_sets=False), rules)
+    assert rollout.sampling_mask is None and rollout.response_length
+    with pytest.raises(SampleDropped):
+        parse_sample(sample, expected, SAMPLING, rules)
+
+
 def test_a_server_without_sets_is_named_after_the_retries():
     with FakeServer("ok") as server:
         client = RolloutClient(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import load_config
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed.node_ranks import NodeRanks
 from megatron_rl.metrics.events import Events
@@ -438,10 +439,12 @@ def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     assert len(calls) == 1 and metrics(source) == {}
 
 
-@pytest.mark.parametrize("limit", [None, 20])
-def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeypatch, limit):
-    own = {"max_response_tokens": limit} if limit else {}
-    source, calls = live(eval={"samples": 3, "temperature": 0.2} | own)
+@pytest.mark.parametrize(("limit", "truncation"), [(None, None), (20, Truncation(0.9, -1, 0.0))])
+def test_an_evaluation_has_its_own_samples_and_no_training_rewards(
+    live, monkeypatch, limit, truncation
+):
+    settings = {"max_response_tokens": limit, "top_p": 0.9} if limit else {}
+    source, calls = live(eval={"samples": 3, "temperature": 0.2} | settings)
     assert source.evaluate() == {} and not calls
     source.eval_sets = {"a": source.prompts.prompts[:2]}
 
@@ -465,6 +468,7 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     assert settings.pop("on_progress")[1] == ("evaluation: sampling", 2, "prompts")
     assert settings == {
         "temperature": 0.2, "max_tokens": limit or 50, "stop_token_ids": [1], "id_prefix": "eval/",
+        "truncation": truncation, "return_sets": False,
     }  # fmt: skip
     shaped, failed, is_last = calls[3][2]
     assert not shaped and np.isnan(failed) and is_last
