@@ -32,6 +32,12 @@ def check_token_counts(dumped: Dumped) -> Problems:
     if record.environment_length:
         parts.append(record.environment_length)
         names += " + environment"
+    if size and record.prompt_length < 1:
+        text = (
+            f"{size} tokens with a response of {record.response_length}: no token is the prompt's"
+        )
+        yield "length", text, "tokens were lost, or response_length is another rollout's"
+        return
     if size != sum(parts):
         text = f"{size} tokens, must be {names} = {' + '.join(map(str, parts))}"
         yield "length", text, "the response was truncated, or extended, after it was recorded"

@@ -47,4 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.sample < 1:
+        parser.error(f"--sample {arguments.sample}: must be at least 1")
+    return arguments

@@ -34,6 +34,11 @@ LEAST_IDS = 1000
 """Expert ids from which the largest one means anything."""
 COMMON_TOKENS = 1 << 14
 """Token ids below this are used for alignment: a tokenizer's low ids are the most frequent."""
+CLEARLY_BETTER = 1.1
+"""A shift is wrong where another one has this many times the agreement.  Rows of a repeated token
+agree at every shift."""
+HIGHEST_ID = (1 << 16) - 1
+"""The largest expert id of any model; larger ones are bytes read as another type."""
 LEAST_PAIRS = 300
 """Pairs of rows with the same token from which the alignment means anything."""
 
@@ -139,12 +144,12 @@ def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> P
     Rows that are recorded as without a route are skipped.
     """
     high = None if sizes is None else sizes.num_experts
-    outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
+    outside = (routes < 0) | (routes > HIGHEST_ID if high is None else routes >= high)
     outside &= present[:, None, None]
     if outside.any():
         row, layer, slot = np.unravel_index(outside.argmax(), routes.shape)
         value = int(routes[row, layer, slot])
-        rule = "0 <= id" if high is None else f"0 <= id < {high}"
+        rule = f"0 <= id <= {HIGHEST_ID}" if high is None else f"0 <= id < {high}"
         first = f"first at row {row}, MoE layer {layer}: {value}; must be {rule}"
         text = f"{int(outside.sum())} ids outside, {first}"
         if value < 0:
@@ -257,7 +262,10 @@ class Across:
             return
         name = f"step {record.step} {record.id}"
         self.shapes.setdefault(routes.shape[1:], name)
-        self.highest = max(self.highest, int(routes.max()))
+        highest = int(routes.max())
+        if highest > HIGHEST_ID:
+            return  # check_ids says so
+        self.highest = max(self.highest, highest)
         self.num_ids += routes.size
         copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
         copies.add(name, dumped.tokens, routes, dumped.present)
@@ -282,8 +290,9 @@ class Across:
             yield Finding("dtype", "dump", text, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
-        best = max(scores, key=lambda shift: scores[shift] or 0.0)
-        if None not in scores.values() and best != 0:
+        best = max(scores, key=lambda shift: (scores[shift] or 0.0, shift == 0))
+        least = CLEARLY_BETTER * (scores[0] or 0.0)
+        if None not in scores.values() and (scores[best] or 0.0) > least:
             named = ", ".join(f"{value:.3f} at shift {shift:+d}" for shift, value in scores.items())
             text = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
             yield Finding("alignment", "dump", text, shift_cause(best))
