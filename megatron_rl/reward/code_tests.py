@@ -137,7 +137,7 @@ def tests_of(episode: Episode) -> tuple[list[str], str]:
         raise LabelError(f"column 'setup' = {setup!r:.80}: must be text")
     for test in tests:
         try:
-            compile(f"{setup}\n{test}", "tests.py", "exec")
+            compile(f"{setup}\n{test}", "tests.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise LabelError(f"test {test[:80]!r} is not Python: {error}") from error
     return tests, setup

@@ -104,6 +104,19 @@ SOLUTIONS = {
         ["def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"],
     ),
     "a value": ("LIMIT = 7\ndef f(): return LIMIT", ["assert LIMIT == f() == 7"]),
+    "dataclasses, whose annotations are values": (
+        "from dataclasses import KW_ONLY, InitVar, dataclass\nfrom typing import ClassVar\n"
+        "@dataclass\nclass A:\n    x: InitVar[int]\n    _: KW_ONLY\n    step: int = 1\n"
+        "    cache: ClassVar[dict] = {}\n"
+        "    def __post_init__(self, x): self.y = x + self.step\n"
+        "def f(x): return A(x, step=2).y",
+        ["assert f(1) == 3", "def g(x: int): pass\nassert g.__annotations__ == {'x': int}"],
+    ),
+    "pickles of its classes": (
+        "import pickle\nclass P:\n    def __init__(self, x): self.x = x\n"
+        "def f(x): return pickle.loads(pickle.dumps(P(x))).x",
+        ["assert f(1) == 1"],
+    ),
     "output and a main part": (
         "import sys\ndef f(): print('x' * 10**6); return 1\n"
         "if __name__ == '__main__':\n    print(f())",
@@ -117,6 +130,11 @@ def test_what_tests_may_do(code_tests, name):
     code, tests = SOLUTIONS[name]
     verdict = code_tests.judge(code, tests)
     assert verdict.is_right, verdict
+
+
+def test_an_annotation_without_its_import_is_an_error_as_in_python(code_tests):
+    verdict = code_tests.judge("def f(x: List[int]): return sum(x)", ["assert f([1]) == 1"])
+    assert not verdict.compiled and "'List' is not defined" in verdict.why[0]
 
 
 def test_setup_is_before_every_test_and_tests_are_independent(code_tests):

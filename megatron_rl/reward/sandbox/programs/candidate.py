@@ -12,7 +12,9 @@ Nothing here must be trusted by the reader: the code may change all of it.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from megatron_rl.reward.sandbox.programs.plain_values import (
@@ -31,7 +33,9 @@ def serve() -> None:
     nowhere = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
-    names: dict = {"__name__": "__main__", "__builtins__": __builtins__}
+    # a module that can be imported: pickle looks for classes there
+    sys.modules["__main__"] = ModuleType("__main__")
+    names = sys.modules["__main__"].__dict__
     objects: list = []
 
     def keep(value: object) -> object:
@@ -61,7 +65,9 @@ def answer_to(
 ) -> dict[str, object]:
     """Do what a message asks for, and return the answer."""
     if "code" in message:
-        exec(compile(message["code"], "solution.py", "exec"), names)  # noqa: S102
+        # without this module's `annotations`, which would let names be used without their import
+        program = compile(message["code"], "solution.py", "exec", dont_inherit=True)
+        exec(program, names)  # noqa: S102
         return {"value": None}
     if "get" in message:
         if message["get"] not in names:

@@ -170,7 +170,8 @@ def run_test(test: str, setup: str, candidate: Candidate) -> str:
         for name in asked_names(nodes):
             is_module = name in modules
             names[name] = import_module(name) if is_module else candidate.ask({"get": name})
-        exec(compile(source, "tests.py", "exec"), names)  # noqa: S102
+        program = compile(source, "tests.py", "exec", dont_inherit=True)
+        exec(program, names)  # noqa: S102
         why = ""
     except AssertionError as error:
         why = f"wrong: {error}"[:200]
