@@ -20,6 +20,8 @@ import json
 import os
 import re
 import subprocess
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,7 +29,9 @@ from megatron_rl.reward.failures import LabelError
 from megatron_rl.reward.sandbox.box import Box, Limits, Outcome, end, exchange, find_box, module
 from megatron_rl.reward.scored_response import Episode, Score
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*(\w*)([^`]*)")
+MARKS = ("python", "py", "python3")
+"""First words after the opening fence of a block of Python."""
 MOST_CODE = 100_000
 """Characters of code that are run."""
 MOST_WHY = 2_600
@@ -120,9 +124,33 @@ class CodeTests:
 
 
 def code_of(response: str) -> str:
-    """Return the last block of code between three backticks, else the whole response."""
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else response
+    """Return the last block of code that is marked as Python, else the last one without a mark,
+    else the whole response.
+    """
+    blocks = list(blocks_of(response))
+    marked = [code for mark, code in blocks if mark in MARKS]
+    unmarked = [code for mark, code in blocks if not mark]
+    return [response, *unmarked, *marked][-1]
+
+
+def blocks_of(response: str) -> Iterator[tuple[str, str]]:
+    """Yield the first word after the opening fence and the code of each block of Markdown.  A
+    response that was cut ends its last block.
+    """
+    fence, mark = "", ""
+    lines: list[str] = []
+    for line in re.split(r"\r?\n", response):
+        match = FENCE.fullmatch(line)
+        if not fence:
+            if match:
+                fence, mark, lines = match[1], match[2].lower(), []
+        elif match and match[1].startswith(fence) and not (match[2] + match[3]).strip():
+            yield mark, textwrap.dedent("".join(lines))
+            fence = ""
+        else:
+            lines.append(f"{line}\n")
+    if fence:
+        yield mark, textwrap.dedent("".join(lines))
 
 
 def tests_of(episode: Episode) -> tuple[list[str], str]:

@@ -181,11 +181,36 @@ def test_code_that_does_not_end_is_stopped(code):
     assert time.monotonic() - started < 6
 
 
-def test_code_is_the_last_block_of_a_response():
-    assert code_of("text\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend") == "b = 2\n"
-    assert code_of("```Python\na = 1\n") == "a = 1\n", "cut at the limit of tokens"
-    assert code_of("a = 1") == "a = 1"
-    assert code_of("```py \r\na\n```".replace("\r", "")) == "a\n"
+CODE = "def f(a):\n    return a\n"
+INDENTED = "1. So:\n   ```python\n   def f(a):\n       return a\n   ```"
+RESPONSES = [
+    f"text\n```python\na = 1\n```\nor\n```python\n{CODE}```\nend",
+    f"text\n```\na = 1\n```\nor\n```\n{CODE}```\nend",
+    f"It prints\n```\n3\n```\nwith\n```python\n{CODE}```\nas in\n```\n4\n```",
+    f"```Python\n{CODE}"[:-1],  # cut at the limit of tokens
+    CODE,
+    f"```python3\n{CODE}```\nThis returns a.",
+    f"``` python\n{CODE}```",
+    f"```py title='a.py'\n{CODE}```",
+    f"```python\n{CODE}```".replace("\n", "\r\n"),
+    f"~~~python\n{CODE}~~~",
+    f"````python\n{CODE}````",
+    f"Install:\n```bash\npip install x\n```\nThen:\n```python\n{CODE}```\n",
+    f"```text\nf(2) -> 2\n```\n\n```\n{CODE}```\nDone.",
+    f"```python\n{CODE}```\nIts output:\n```json\n2\n```",
+    f"I use ``` fences.\n```python\n{CODE}```",
+    INDENTED,
+]
+
+
+@pytest.mark.parametrize("response", RESPONSES)
+def test_code_is_the_last_block_of_python_of_a_response(response):
+    assert code_of(response) == CODE
+
+
+def test_a_fence_of_another_kind_or_shorter_is_part_of_the_block():
+    text = "x = 1\n```\n~~~~\n"
+    assert code_of(f"````\n{text}````") == code_of(f"`````py\n{text}")[:-1] == text
 
 
 @pytest.mark.parametrize(
