@@ -48,7 +48,7 @@ class Verdict:
     compiled: bool = True
     """The code ran to its end before the tests."""
     is_late: bool = False
-    """The tests were stopped after Limits.seconds."""
+    """The tests were stopped after Limits.seconds: the later ones have failed."""
 
     @property
     def is_right(self) -> bool:
@@ -87,14 +87,13 @@ class CodeTests:
         request = json.dumps({"code": code, "setup": setup, "tests": tests}).encode()
         most = self.box.limits.output_bytes + MOST_WHY * len(tests)
         outcome = self._run(request, replace(self.box.limits, output_bytes=most))
-        try:
-            result = json.loads(outcome.output)
-        except ValueError:
-            why = "late" if outcome.is_late else f"the tests ended with status {outcome.status}"
-            return Verdict(failed, (why,) * len(tests), True, outcome.is_late)
-        is_compiled = result["compiled"] is None
-        reasons = result["why"] if is_compiled else [result["compiled"]] * len(tests)
-        return Verdict(tuple(result["passed"]), tuple(reasons), is_compiled)
+        # without the last one: "", or a line that was not written to its end
+        lines = [json.loads(line) for line in outcome.output.split(b"\n")[:-1]]
+        problem, results = (lines[0], lines[1:]) if lines else ("", [])
+        why = "late" if outcome.is_late else f"the tests ended with status {outcome.status}"
+        missing = [problem or why] * (len(tests) - len(results))
+        passed = (*(not result for result in results), *(False for _ in missing))
+        return Verdict(passed, (*results, *missing), not problem, outcome.is_late)
 
     def _run(self, request: bytes, limits: Limits) -> Outcome:
         """Run both programs, and return what judge.py wrote.

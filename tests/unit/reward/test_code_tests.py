@@ -181,6 +181,23 @@ def test_code_that_does_not_end_is_stopped(code):
     assert time.monotonic() - started < 6
 
 
+def test_a_late_test_leaves_the_results_of_those_before():
+    try:
+        limited = CodeTests(Limits(seconds=4))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    code = "def f(x):\n    while x == 2: pass\n    return x"
+    verdict = limited.judge(code, ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
+    assert verdict.passed == (True, False, False) and verdict.is_late and not verdict.is_right
+    assert verdict.why == ("", "late", "late")
+
+
+def test_a_number_of_more_digits_than_python_writes_fails_its_test_alone(code_tests):
+    code = "def f(x): return 10**6000"
+    verdict = code_tests.judge(code, ["assert f(1) > 1", "assert f(1) == 2, f(1)", "assert True"])
+    assert verdict.passed == (True, False, True) and verdict.why[1].startswith("wrong: ")
+
+
 CODE = "def f(a):\n    return a\n"
 INDENTED = "1. So:\n   ```python\n   def f(a):\n       return a\n   ```"
 RESPONSES = [

@@ -2,10 +2,11 @@
 
     judge.py IN OUT    the ends of the pipes to candidate.py, as numbers of descriptors
 
-Reads {"code", "setup", "tests"} from standard input and writes {"compiled": text or None, "passed":
-[bool, ...], "why": [text, ...]} to standard output.  The names that tests use and do not define are
-asked of the candidate: a function becomes a Remote, whose calls cross as plain data.  Expected
-values never leave this process, and no code of the model runs in it.
+Reads {"code", "setup", "tests"} from standard input and writes JSON texts to standard output, one a
+line, when they are known: why the code could not be run, "" if it could, then for each test why it
+failed, "" if it passed.  The names that tests use and do not define are asked of the candidate: a
+function becomes a Remote, whose calls cross as plain data.  Expected values never leave this
+process, and no code of the model runs in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import builtins
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -174,41 +176,43 @@ def run_test(test: str, setup: str, candidate: Candidate) -> str:
         exec(program, names)  # noqa: S102
         why = ""
     except AssertionError as error:
-        why = f"wrong: {error}"[:200]
+        why = "wrong: " + text_of(error).removeprefix("AssertionError").removeprefix(": ")
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"[:200]
+        why = text_of(error)
     if candidate.end:  # also where the test has caught that
         raise Gone(candidate.end)
     return why
 
 
-def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> dict:
-    """Return the results of the tests."""
-    passed, why = [False] * len(tests), [""] * len(tests)
+def text_of(error: BaseException) -> str:
+    """Return "TYPE: MESSAGE", also where str(error) raises, as for an int of 5,000 digits."""
+    return traceback.format_exception_only(error)[-1].strip()[:200]
+
+
+def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> Iterator[str]:
+    """Yield why the code could not be run, "" if it could, then the same of each test."""
     try:
         candidate.exchange({"code": code})
     except Gone as error:
-        return {"compiled": f"the code ended: {error}"[:200], "passed": passed, "why": why}
+        yield f"the code ended: {error}"[:200]
+        return
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return {"compiled": text[:200], "passed": passed, "why": why}
-    try:
-        for index, test in enumerate(tests):
-            why[index] = run_test(test, setup, candidate)
-            passed[index] = not why[index]
-    except Gone as error:
-        why[index] = f"no answer: {error}"[:200]
-    return {"compiled": None, "passed": passed, "why": why}
+        yield text_of(error)
+        return
+    yield ""
+    for test in tests:
+        try:
+            yield run_test(test, setup, candidate)
+        except Gone as error:
+            yield f"no answer: {error}"[:200]
 
 
 def main() -> None:
     answers, messages = (int(number) for number in sys.argv[1:3])
     request = json.load(sys.stdin)
-    verdict = judge(
-        Candidate(answers, messages), request["code"], request["setup"], request["tests"]
-    )
-    sys.stdout.write(json.dumps(verdict))
-    sys.stdout.flush()
+    candidate = Candidate(answers, messages)
+    for why in judge(candidate, request["code"], request["setup"], request["tests"]):
+        print(json.dumps(why), flush=True)
 
 
 if __name__ == "__main__":
