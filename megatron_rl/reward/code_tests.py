@@ -102,20 +102,19 @@ class CodeTests:
         """
         to_code, from_tests = os.pipe()
         to_tests, from_code = os.pipe()
+        keep = (to_tests, from_tests)
+        judge = [*module("judge"), *map(str, keep)]
         processes: list[subprocess.Popen[bytes]] = []
+        start, pipe = self.box.start, subprocess.PIPE
         try:
-            processes.append(self.box.start(module("candidate"), stdin=to_code, stdout=from_code))
-            processes.append(
-                self.box.start(
-                    [*module("judge"), str(to_tests), str(from_tests)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    keep=(to_tests, from_tests),
-                )
-            )
-            # else a program whose other end has died would wait for ever
-            for number in (to_code, from_tests, to_tests, from_code):
-                os.close(number)
+            try:
+                processes.append(start(module("candidate"), stdin=to_code, stdout=from_code))
+                processes.append(start(judge, stdin=pipe, stdout=pipe, keep=keep))
+            finally:
+                # also where a program does not start; and a program whose other end has died would
+                # wait for ever
+                for number in (to_code, from_tests, to_tests, from_code):
+                    os.close(number)
             return exchange(processes[1], request, limits)
         finally:
             for process in processes:

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -14,7 +16,7 @@ from megatron_rl.reward.code_tests import CodeTests, code_of
 from megatron_rl.reward.function import load_reward
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.reward.sandbox import box as module
-from megatron_rl.reward.sandbox.box import Limits, SandboxError, find_box
+from megatron_rl.reward.sandbox.box import Box, Limits, SandboxError, find_box
 from tests.unit.reward import dishonest_code as dishonest
 
 ADD = "def add(a, b):\n    return a + b"
@@ -196,6 +198,20 @@ def test_a_number_of_more_digits_than_python_writes_fails_its_test_alone(code_te
     code = "def f(x): return 10**6000"
     verdict = code_tests.judge(code, ["assert f(1) > 1", "assert f(1) == 2, f(1)", "assert True"])
     assert verdict.passed == (True, False, True) and verdict.why[1].startswith("wrong: ")
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_a_program_that_does_not_start_leaves_no_pipe_open(num_started):
+    class FullMachine(Box):
+        def start(self, program, **options):
+            if "candidate" in program[-1] and num_started:
+                return subprocess.Popen(["cat"], stdin=options["stdin"], stdout=options["stdout"])
+            raise BlockingIOError("no process")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        CodeTests(box=FullMachine("unshare")).judge(ADD, TESTS)
+    assert os.listdir("/proc/self/fd") == before
 
 
 CODE = "def f(a):\n    return a\n"
