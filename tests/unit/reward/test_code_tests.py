@@ -119,6 +119,46 @@ SOLUTIONS = {
         "def f(x): return pickle.loads(pickle.dumps(P(x))).x",
         ["assert f(1) == 1"],
     ),
+    "ranges, views, deques and iterators": (
+        "from collections import deque\nfrom itertools import count, islice\n"
+        "def squares(n):\n    for i in range(n): yield i * i\n"
+        "def texts(values): return map(str, values)\n"
+        "def first(n): return islice(count(), n)\n"
+        "def numbers(n): return range(n)\n"
+        "def views(d): return d.keys(), d.values(), d.items()\n"
+        "def queue_of(*values): return deque(values)",
+        [
+            "assert list(squares(3)) == [0, 1, 4] and next(squares(3)) == 0",
+            "assert list(texts(range(2))) == list(texts(iter((0, 1)))) == ['0', '1']",
+            "assert sum(first(10000)) == 49995000 and next(first(0), None) is None",
+            "assert numbers(3) == range(3) and numbers(10**12)[-1] == 10**12 - 1",
+            "keys, values, items = views({1: [2]})\n"
+            "assert keys == {1} and list(values) == [[2]] and list(items) == [(1, [2])]",
+            "import collections\nassert queue_of(1, 2) == collections.deque([1, 2])",
+        ],
+    ),
+    "len, str, items and iteration of objects": (
+        "class Shelf:\n"
+        "    def __init__(self, *books): self.books = books\n"
+        "    def __len__(self): return len(self.books)\n"
+        "    def __str__(self): return ' '.join(self.books)\n"
+        "    def __iter__(self): return iter(self.books)\n"
+        "    def __getitem__(self, index): return self.books[index]",
+        [
+            "shelf = Shelf('a', 'b')\nassert len(shelf) == 2 and str(shelf) == 'a b' and shelf",
+            "shelf = Shelf('a', 'b')\nassert list(shelf) == ['a', 'b'] and shelf[-1] == 'b'",
+            "assert 'b' in Shelf('b') and 'a' not in Shelf('b')",
+        ],
+    ),
+    "a main part that exits": (
+        "import sys\ndef f(): return 1\ndef main(): return 0\n"
+        "if __name__ == '__main__':\n    sys.exit(main())",
+        ["assert f() == 1"],
+    ),
+    "a main part that reads its input": (
+        "def f(): return 1\nif __name__ == '__main__':\n    print(int(input()))",
+        ["assert f() == 1"],
+    ),
     "output and a main part": (
         "import sys\ndef f(): print('x' * 10**6); return 1\n"
         "if __name__ == '__main__':\n    print(f())",
@@ -137,6 +177,12 @@ def test_what_tests_may_do(code_tests, name):
 def test_an_annotation_without_its_import_is_an_error_as_in_python(code_tests):
     verdict = code_tests.judge("def f(x: List[int]): return sum(x)", ["assert f([1]) == 1"])
     assert not verdict.compiled and "'List' is not defined" in verdict.why[0]
+
+
+def test_an_iterator_without_end_is_an_error(code_tests):
+    code = "from itertools import count\ndef f(): return count()"
+    verdict = code_tests.judge(code, ["assert next(f()) == 0"])
+    assert not verdict.is_right and "more than 10000 values" in verdict.why[0]
 
 
 def test_setup_is_before_every_test_and_tests_are_independent(code_tests):

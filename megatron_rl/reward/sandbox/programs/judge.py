@@ -50,6 +50,22 @@ class Remote:
             raise AttributeError(name)
         return self._candidate.ask({"attribute": self._number, "name": name})
 
+    def __bool__(self) -> bool:  # else that of __len__, which few objects have
+        return True
+
+    def __len__(self) -> Any:
+        return self._candidate.operate("len", self)
+
+    def __str__(self) -> Any:
+        return self._candidate.operate("str", self)
+
+    def __iter__(self) -> Iterator[object]:
+        entries: Any = self._candidate.operate("iter", self)
+        return iter(entries)
+
+    def __getitem__(self, key: object) -> object:
+        return self._candidate.operate("getitem", self, key)
+
 
 class Candidate:
     """The connection to candidate.py."""
@@ -94,6 +110,10 @@ class Candidate:
 
     def ask(self, message: dict) -> object:
         return self.read(self.exchange(message)["value"])
+
+    def operate(self, name: str, *arguments: object) -> object:
+        encoded = [encode(value, sendable) for value in arguments]
+        return self.ask({"operator": name, "arguments": encoded})
 
     def read(self, content: object) -> object:
         try:
