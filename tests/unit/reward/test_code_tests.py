@@ -159,6 +159,18 @@ SOLUTIONS = {
         "def f(): return 1\nif __name__ == '__main__':\n    print(int(input()))",
         ["assert f() == 1"],
     ),
+    "a built-in name": (
+        "def sum(a, b): return a - b",
+        ["assert sum(10, 15) == -5", "assert abs(sum(1, 1)) == 0"],
+    ),
+    "a built-in name, as in HumanEval": (
+        "def pow(a, b): return abs(a - b)",
+        ["def check(candidate):\n    assert abs(candidate(1, 3) - 2) < 1e-6\ncheck(pow)"],
+    ),
+    "built-in names around the code": (
+        "def f(x): return x",
+        ["assert sorted(f([2, 1])) == [1, 2]", "assert len([1]) == 1"],
+    ),
     "output and a main part": (
         "import sys\ndef f(): print('x' * 10**6); return 1\n"
         "if __name__ == '__main__':\n    print(f())",
@@ -183,6 +195,21 @@ def test_an_iterator_without_end_is_an_error(code_tests):
     code = "from itertools import count\ndef f(): return count()"
     verdict = code_tests.judge(code, ["assert next(f()) == 0"])
     assert not verdict.is_right and "more than 10000 values" in verdict.why[0]
+
+
+@pytest.mark.parametrize("code", ["I do not know", "x = 1", "def pow(a, b): return 9"])
+def test_a_tested_builtin_name_is_not_that_of_python(code_tests, code):
+    tests = ["assert pow(2, 5) == 32", "import math\nassert math.isclose(pow(2, 2), 4)"]
+    assert code_tests.judge(code, tests, "limit = int(3)").passed == (False, False)
+
+
+def test_the_code_replaces_no_builtin_name_around_a_tested_one(code_tests):
+    """Neither around a name of the code, nor around the built-in name that is tested."""
+    code = "def all(values): return True\ndef abs(x): return 0\ndef f(x): return x\n"
+    tests = ["assert all([f(1) == 2])", "assert abs(f(3)) == 0"]
+    assert code_tests.judge(code, tests).passed == (False, False)
+    tests = ["assert pow(2, 3) == 8", "assert abs(pow(2, 3) - 8) < 1"]
+    assert code_tests.judge(code + "def pow(a, b): return 1", tests).passed == (False, False)
 
 
 def test_setup_is_before_every_test_and_tests_are_independent(code_tests):

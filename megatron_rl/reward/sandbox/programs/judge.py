@@ -29,6 +29,7 @@ from megatron_rl.reward.sandbox.programs.plain_values import (
     write_message,
 )
 
+BUILTINS = frozenset(dir(builtins))
 UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
 
 
@@ -164,9 +165,38 @@ def names_of_modules(nodes: list[ast.AST]) -> set[str]:
     return names & sys.stdlib_module_names
 
 
-def asked_names(nodes: list[ast.AST]) -> Iterator[str]:
-    """Yield the names that a test reads and neither defines nor finds among the built-in ones."""
-    defined = set(dir(builtins))
+def tested_builtin(setup: str, tests: list[str]) -> str | None:
+    """Return the built-in name that the code must define, such as `sum` for `assert sum(10, 15) ==
+    6`; None where tests ask for another name of the code, and built-in names mean what they do in
+    Python.
+    """
+    try:
+        parsed = [list(ast.walk(ast.parse(f"{setup}\n{test}"))) for test in tests]
+    except (SyntaxError, ValueError):  # the test will fail with it
+        return None
+    if any(set(asked_names(nodes)) - names_of_modules(nodes) for nodes in parsed):
+        return None
+    defined, after = defined_names(parsed[0]), setup.count("\n") + 1
+    # breadth first: the outermost call
+    for node in parsed[0]:
+        if isinstance(node, ast.Name) and node.lineno > after and node.id in BUILTINS - defined:
+            return node.id
+    return None
+
+
+def asked_names(nodes: list[ast.AST], tested: str | None = None) -> Iterator[str]:
+    """Yield the names that a test reads and neither defines nor finds among the built-in ones.
+
+    tested: a built-in name that is asked for all the same.
+    """
+    known = defined_names(nodes) | (BUILTINS - {tested})
+    names = (node.id for node in nodes if isinstance(node, ast.Name))
+    yield from dict.fromkeys(name for name in names if name not in known)
+
+
+def defined_names(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that a test defines."""
+    defined = set()
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             defined.add(node.id)
@@ -178,18 +208,20 @@ def asked_names(nodes: list[ast.AST]) -> Iterator[str]:
             defined.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
-    names = (node.id for node in nodes if isinstance(node, ast.Name))
-    yield from dict.fromkeys(name for name in names if name not in defined)
+    return defined
 
 
-def run_test(test: str, setup: str, candidate: Candidate) -> str:
-    """Return "" where the test passes, else why it does not.  Raises Gone."""
+def run_test(test: str, setup: str, candidate: Candidate, tested: str | None) -> str:
+    """Return "" where the test passes, else why it does not.  Raises Gone.
+
+    tested: see asked_names.
+    """
     source = f"{setup}\n{test}"
     try:
         nodes = list(ast.walk(ast.parse(source)))
         modules = names_of_modules(nodes)
         names: dict = {"__name__": "tests"}
-        for name in asked_names(nodes):
+        for name in asked_names(nodes, tested):
             is_module = name in modules
             names[name] = import_module(name) if is_module else candidate.ask({"get": name})
         program = compile(source, "tests.py", "exec", dont_inherit=True)
@@ -220,9 +252,10 @@ def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> Iter
         yield text_of(error)
         return
     yield ""
+    tested = tested_builtin(setup, tests)
     for test in tests:
         try:
-            yield run_test(test, setup, candidate)
+            yield run_test(test, setup, candidate, tested)
         except Gone as error:
             yield f"no answer: {error}"[:200]
 
