@@ -20,6 +20,8 @@ import json
 import os
 import re
 import subprocess
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,7 +29,9 @@ from megatron_rl.reward.failures import LabelError
 from megatron_rl.reward.sandbox.box import Box, Limits, Outcome, end, exchange, find_box, module
 from megatron_rl.reward.scored_response import Episode, Score
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*(\w*)([^`]*)")
+MARKS = ("python", "py", "python3")
+"""First words after the opening fence of a block of Python."""
 MOST_CODE = 100_000
 """Characters of code that are run."""
 MOST_WHY = 2_600
@@ -44,7 +48,7 @@ class Verdict:
     compiled: bool = True
     """The code ran to its end before the tests."""
     is_late: bool = False
-    """The tests were stopped after Limits.seconds."""
+    """The tests were stopped after Limits.seconds: the later ones have failed."""
 
     @property
     def is_right(self) -> bool:
@@ -83,14 +87,13 @@ class CodeTests:
         request = json.dumps({"code": code, "setup": setup, "tests": tests}).encode()
         most = self.box.limits.output_bytes + MOST_WHY * len(tests)
         outcome = self._run(request, replace(self.box.limits, output_bytes=most))
-        try:
-            result = json.loads(outcome.output)
-        except ValueError:
-            why = "late" if outcome.is_late else f"the tests ended with status {outcome.status}"
-            return Verdict(failed, (why,) * len(tests), True, outcome.is_late)
-        is_compiled = result["compiled"] is None
-        reasons = result["why"] if is_compiled else [result["compiled"]] * len(tests)
-        return Verdict(tuple(result["passed"]), tuple(reasons), is_compiled)
+        # without the last one: "", or a line that was not written to its end
+        lines = [json.loads(line) for line in outcome.output.split(b"\n")[:-1]]
+        problem, results = (lines[0], lines[1:]) if lines else ("", [])
+        why = "late" if outcome.is_late else f"the tests ended with status {outcome.status}"
+        missing = [problem or why] * (len(tests) - len(results))
+        passed = (*(not result for result in results), *(False for _ in missing))
+        return Verdict(passed, (*results, *missing), not problem, outcome.is_late)
 
     def _run(self, request: bytes, limits: Limits) -> Outcome:
         """Run both programs, and return what judge.py wrote.
@@ -99,20 +102,19 @@ class CodeTests:
         """
         to_code, from_tests = os.pipe()
         to_tests, from_code = os.pipe()
+        keep = (to_tests, from_tests)
+        judge = [*module("judge"), *map(str, keep)]
         processes: list[subprocess.Popen[bytes]] = []
+        start, pipe = self.box.start, subprocess.PIPE
         try:
-            processes.append(self.box.start(module("candidate"), stdin=to_code, stdout=from_code))
-            processes.append(
-                self.box.start(
-                    [*module("judge"), str(to_tests), str(from_tests)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    keep=(to_tests, from_tests),
-                )
-            )
-            # else a program whose other end has died would wait for ever
-            for number in (to_code, from_tests, to_tests, from_code):
-                os.close(number)
+            try:
+                processes.append(start(module("candidate"), stdin=to_code, stdout=from_code))
+                processes.append(start(judge, stdin=pipe, stdout=pipe, keep=keep))
+            finally:
+                # also where a program does not start; and a program whose other end has died would
+                # wait for ever
+                for number in (to_code, from_tests, to_tests, from_code):
+                    os.close(number)
             return exchange(processes[1], request, limits)
         finally:
             for process in processes:
@@ -120,9 +122,33 @@ class CodeTests:
 
 
 def code_of(response: str) -> str:
-    """Return the last block of code between three backticks, else the whole response."""
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else response
+    """Return the last block of code that is marked as Python, else the last one without a mark,
+    else the whole response.
+    """
+    blocks = list(blocks_of(response))
+    marked = [code for mark, code in blocks if mark in MARKS]
+    unmarked = [code for mark, code in blocks if not mark]
+    return [response, *unmarked, *marked][-1]
+
+
+def blocks_of(response: str) -> Iterator[tuple[str, str]]:
+    """Yield the first word after the opening fence and the code of each block of Markdown.  A
+    response that was cut ends its last block.
+    """
+    fence, mark = "", ""
+    lines: list[str] = []
+    for line in re.split(r"\r?\n", response):
+        match = FENCE.fullmatch(line)
+        if not fence:
+            if match:
+                fence, mark, lines = match[1], match[2].lower(), []
+        elif match and match[1].startswith(fence) and not (match[2] + match[3]).strip():
+            yield mark, textwrap.dedent("".join(lines))
+            fence = ""
+        else:
+            lines.append(f"{line}\n")
+    if fence:
+        yield mark, textwrap.dedent("".join(lines))
 
 
 def tests_of(episode: Episode) -> tuple[list[str], str]:
@@ -137,7 +163,7 @@ def tests_of(episode: Episode) -> tuple[list[str], str]:
         raise LabelError(f"column 'setup' = {setup!r:.80}: must be text")
     for test in tests:
         try:
-            compile(f"{setup}\n{test}", "tests.py", "exec")
+            compile(f"{setup}\n{test}", "tests.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise LabelError(f"test {test[:80]!r} is not Python: {error}") from error
     return tests, setup

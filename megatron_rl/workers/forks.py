@@ -95,7 +95,11 @@ class ForkingProcess:
         self._process, self._channel = launch_worker(self.spec, "forks")
         try:
             self._channel.settimeout(START_SECONDS)
-            packet = self._channel.recv(PACKET_BYTES)
+            try:
+                packet = self._channel.recv(PACKET_BYTES)
+            except TimeoutError:
+                why = f"not imported within {START_SECONDS:g} s, the limit for users' code"
+                raise CallFailed(why, kind="timeouts") from None
             self._channel.settimeout(None)
             if not packet:
                 raise CallFailed(f"the process exited with {self._process.wait()}", kind="crashes")

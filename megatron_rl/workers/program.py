@@ -49,8 +49,10 @@ class ProgramService:
         status = run_main(argument["arguments"])
         # as Python does at its end: it ends executors, then waits for threads that are no daemons
         threading._shutdown()  # type: ignore[attr-defined]
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # which the program may have closed or replaced
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
         return {"status": status, "output": output.end(), "errors": errors.end()}
 
 

@@ -91,8 +91,8 @@ def frames_of(error: BaseException, hidden: Collection[str]) -> list[str]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the worker `pid` and its children.  It must not have been waited for: another process
-    could have its number.
+    """Kill the worker `pid` and the children in its process group.  It must not have been waited
+    for: another process could have its number.  A child that made a session of its own lives on.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

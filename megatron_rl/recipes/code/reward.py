@@ -1,8 +1,9 @@
 """The reward: 1 where the code of a response passes all tests of its problem, else 0.
 
-The code is the last block between three backticks.  It runs in a sandbox, without a network and
-without files; where no sandbox works, the run stops before it trains.  The tests run in another
-one, so that code cannot pass by an exit, by patched names or by objects that equal everything.
+The code is the last block that is marked as Python, else the last without a mark.  It runs in a
+sandbox, without a network and without files; where no sandbox works, the run stops before it
+trains.  The tests run in another one, so that code cannot pass by an exit, by patched names or by
+objects that equal everything.
 """
 
 from megatron_rl.reward import Episode, Score

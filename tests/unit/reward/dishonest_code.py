@@ -143,6 +143,15 @@ names["write_message"] = write
 def add(a, b): return 0
 """,
     "a long answer": "def add(a, b): return 'x' * 2**23",
+    "an object of operators": """
+class Any:
+    def __len__(self): return 7
+    def __str__(self): return "5"
+    def __iter__(self): return iter([True])
+    def __getitem__(self, key): return self
+    def __contains__(self, value): return True
+def add(a, b): return Any()
+""",
     "an endless answer": """
 import sys
 file = sys._getframe(2).f_locals["answers"]

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -14,7 +16,7 @@ from megatron_rl.reward.code_tests import CodeTests, code_of
 from megatron_rl.reward.function import load_reward
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.reward.sandbox import box as module
-from megatron_rl.reward.sandbox.box import Limits, SandboxError, find_box
+from megatron_rl.reward.sandbox.box import Box, Limits, SandboxError, find_box
 from tests.unit.reward import dishonest_code as dishonest
 
 ADD = "def add(a, b):\n    return a + b"
@@ -104,6 +106,71 @@ SOLUTIONS = {
         ["def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"],
     ),
     "a value": ("LIMIT = 7\ndef f(): return LIMIT", ["assert LIMIT == f() == 7"]),
+    "dataclasses, whose annotations are values": (
+        "from dataclasses import KW_ONLY, InitVar, dataclass\nfrom typing import ClassVar\n"
+        "@dataclass\nclass A:\n    x: InitVar[int]\n    _: KW_ONLY\n    step: int = 1\n"
+        "    cache: ClassVar[dict] = {}\n"
+        "    def __post_init__(self, x): self.y = x + self.step\n"
+        "def f(x): return A(x, step=2).y",
+        ["assert f(1) == 3", "def g(x: int): pass\nassert g.__annotations__ == {'x': int}"],
+    ),
+    "pickles of its classes": (
+        "import pickle\nclass P:\n    def __init__(self, x): self.x = x\n"
+        "def f(x): return pickle.loads(pickle.dumps(P(x))).x",
+        ["assert f(1) == 1"],
+    ),
+    "ranges, views, deques and iterators": (
+        "from collections import deque\nfrom itertools import count, islice\n"
+        "def squares(n):\n    for i in range(n): yield i * i\n"
+        "def texts(values): return map(str, values)\n"
+        "def first(n): return islice(count(), n)\n"
+        "def numbers(n): return range(n)\n"
+        "def views(d): return d.keys(), d.values(), d.items()\n"
+        "def queue_of(*values): return deque(values)",
+        [
+            "assert list(squares(3)) == [0, 1, 4] and next(squares(3)) == 0",
+            "assert list(texts(range(2))) == list(texts(iter((0, 1)))) == ['0', '1']",
+            "assert sum(first(10000)) == 49995000 and next(first(0), None) is None",
+            "assert numbers(3) == range(3) and numbers(10**12)[-1] == 10**12 - 1",
+            "keys, values, items = views({1: [2]})\n"
+            "assert keys == {1} and list(values) == [[2]] and list(items) == [(1, [2])]",
+            "import collections\nassert queue_of(1, 2) == collections.deque([1, 2])",
+        ],
+    ),
+    "len, str, items and iteration of objects": (
+        "class Shelf:\n"
+        "    def __init__(self, *books): self.books = books\n"
+        "    def __len__(self): return len(self.books)\n"
+        "    def __str__(self): return ' '.join(self.books)\n"
+        "    def __iter__(self): return iter(self.books)\n"
+        "    def __getitem__(self, index): return self.books[index]",
+        [
+            "shelf = Shelf('a', 'b')\nassert len(shelf) == 2 and str(shelf) == 'a b' and shelf",
+            "shelf = Shelf('a', 'b')\nassert list(shelf) == ['a', 'b'] and shelf[-1] == 'b'",
+            "assert 'b' in Shelf('b') and 'a' not in Shelf('b')",
+        ],
+    ),
+    "a main part that exits": (
+        "import sys\ndef f(): return 1\ndef main(): return 0\n"
+        "if __name__ == '__main__':\n    sys.exit(main())",
+        ["assert f() == 1"],
+    ),
+    "a main part that reads its input": (
+        "def f(): return 1\nif __name__ == '__main__':\n    print(int(input()))",
+        ["assert f() == 1"],
+    ),
+    "a built-in name": (
+        "def sum(a, b): return a - b",
+        ["assert sum(10, 15) == -5", "assert abs(sum(1, 1)) == 0"],
+    ),
+    "a built-in name, as in HumanEval": (
+        "def pow(a, b): return abs(a - b)",
+        ["def check(candidate):\n    assert abs(candidate(1, 3) - 2) < 1e-6\ncheck(pow)"],
+    ),
+    "built-in names around the code": (
+        "def f(x): return x",
+        ["assert sorted(f([2, 1])) == [1, 2]", "assert len([1]) == 1"],
+    ),
     "output and a main part": (
         "import sys\ndef f(): print('x' * 10**6); return 1\n"
         "if __name__ == '__main__':\n    print(f())",
@@ -117,6 +184,32 @@ def test_what_tests_may_do(code_tests, name):
     code, tests = SOLUTIONS[name]
     verdict = code_tests.judge(code, tests)
     assert verdict.is_right, verdict
+
+
+def test_an_annotation_without_its_import_is_an_error_as_in_python(code_tests):
+    verdict = code_tests.judge("def f(x: List[int]): return sum(x)", ["assert f([1]) == 1"])
+    assert not verdict.compiled and "'List' is not defined" in verdict.why[0]
+
+
+def test_an_iterator_without_end_is_an_error(code_tests):
+    code = "from itertools import count\ndef f(): return count()"
+    verdict = code_tests.judge(code, ["assert next(f()) == 0"])
+    assert not verdict.is_right and "more than 10000 values" in verdict.why[0]
+
+
+@pytest.mark.parametrize("code", ["I do not know", "x = 1", "def pow(a, b): return 9"])
+def test_a_tested_builtin_name_is_not_that_of_python(code_tests, code):
+    tests = ["assert pow(2, 5) == 32", "import math\nassert math.isclose(pow(2, 2), 4)"]
+    assert code_tests.judge(code, tests, "limit = int(3)").passed == (False, False)
+
+
+def test_the_code_replaces_no_builtin_name_around_a_tested_one(code_tests):
+    """Neither around a name of the code, nor around the built-in name that is tested."""
+    code = "def all(values): return True\ndef abs(x): return 0\ndef f(x): return x\n"
+    tests = ["assert all([f(1) == 2])", "assert abs(f(3)) == 0"]
+    assert code_tests.judge(code, tests).passed == (False, False)
+    tests = ["assert pow(2, 3) == 8", "assert abs(pow(2, 3) - 8) < 1"]
+    assert code_tests.judge(code + "def pow(a, b): return 1", tests).passed == (False, False)
 
 
 def test_setup_is_before_every_test_and_tests_are_independent(code_tests):
@@ -163,11 +256,67 @@ def test_code_that_does_not_end_is_stopped(code):
     assert time.monotonic() - started < 6
 
 
-def test_code_is_the_last_block_of_a_response():
-    assert code_of("text\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend") == "b = 2\n"
-    assert code_of("```Python\na = 1\n") == "a = 1\n", "cut at the limit of tokens"
-    assert code_of("a = 1") == "a = 1"
-    assert code_of("```py \r\na\n```".replace("\r", "")) == "a\n"
+def test_a_late_test_leaves_the_results_of_those_before():
+    try:
+        limited = CodeTests(Limits(seconds=4))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    code = "def f(x):\n    while x == 2: pass\n    return x"
+    verdict = limited.judge(code, ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
+    assert verdict.passed == (True, False, False) and verdict.is_late and not verdict.is_right
+    assert verdict.why == ("", "late", "late")
+
+
+def test_a_number_of_more_digits_than_python_writes_fails_its_test_alone(code_tests):
+    code = "def f(x): return 10**6000"
+    verdict = code_tests.judge(code, ["assert f(1) > 1", "assert f(1) == 2, f(1)", "assert True"])
+    assert verdict.passed == (True, False, True) and verdict.why[1].startswith("wrong: ")
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_a_program_that_does_not_start_leaves_no_pipe_open(num_started):
+    class FullMachine(Box):
+        def start(self, program, **options):
+            if "candidate" in program[-1] and num_started:
+                return subprocess.Popen(["cat"], stdin=options["stdin"], stdout=options["stdout"])
+            raise BlockingIOError("no process")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        CodeTests(box=FullMachine("unshare")).judge(ADD, TESTS)
+    assert os.listdir("/proc/self/fd") == before
+
+
+CODE = "def f(a):\n    return a\n"
+INDENTED = "1. So:\n   ```python\n   def f(a):\n       return a\n   ```"
+RESPONSES = [
+    f"text\n```python\na = 1\n```\nor\n```python\n{CODE}```\nend",
+    f"text\n```\na = 1\n```\nor\n```\n{CODE}```\nend",
+    f"It prints\n```\n3\n```\nwith\n```python\n{CODE}```\nas in\n```\n4\n```",
+    f"```Python\n{CODE}"[:-1],  # cut at the limit of tokens
+    CODE,
+    f"```python3\n{CODE}```\nThis returns a.",
+    f"``` python\n{CODE}```",
+    f"```py title='a.py'\n{CODE}```",
+    f"```python\n{CODE}```".replace("\n", "\r\n"),
+    f"~~~python\n{CODE}~~~",
+    f"````python\n{CODE}````",
+    f"Install:\n```bash\npip install x\n```\nThen:\n```python\n{CODE}```\n",
+    f"```text\nf(2) -> 2\n```\n\n```\n{CODE}```\nDone.",
+    f"```python\n{CODE}```\nIts output:\n```json\n2\n```",
+    f"I use ``` fences.\n```python\n{CODE}```",
+    INDENTED,
+]
+
+
+@pytest.mark.parametrize("response", RESPONSES)
+def test_code_is_the_last_block_of_python_of_a_response(response):
+    assert code_of(response) == CODE
+
+
+def test_a_fence_of_another_kind_or_shorter_is_part_of_the_block():
+    text = "x = 1\n```\n~~~~\n"
+    assert code_of(f"````\n{text}````") == code_of(f"`````py\n{text}")[:-1] == text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megatron_rl.config import AgentConfig
 from megatron_rl.rollout.agents.episode import EpisodeError
 from megatron_rl.rollout.agents.rollout_function import user_processes
+from megatron_rl.workers import forks
 from megatron_rl.workers.program import TAIL_BYTES
 
 
@@ -147,6 +148,31 @@ def test_what_cannot_be_imported_is_named_at_the_start(python, preload, why, cod
     processes = coded("", python, preload=(preload,))
     with pytest.raises(EpisodeError, match=f"agent.preload = .{preload!r}.: {python} .*{why}"):
         processes.start()
+
+
+def test_imports_that_take_too_long_are_named_at_the_start(tmp_path, coded, monkeypatch):
+    (tmp_path / "slow_import.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(forks, "START_SECONDS", 0.5)
+    processes = coded("", preload=("slow_import",))
+    with pytest.raises(EpisodeError, match="agent.preload = .'slow_import'.: .*within 0.5 s"):
+        processes.start()
+    assert processes._process is None
+    assert run(processes)[0] == 1, "an episode's program has failed, and its run has not"
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()", "sys.stdout = Lines()"]
+)
+def test_a_program_may_close_or_replace_its_outputs(coded, end):
+    code = (
+        f"import sys\nclass Lines:\n    def flush(self): pass\nprint('0.75', flush=True)\n{end}\n"
+    )
+    processes = coded(code)
+    try:
+        assert run(processes) == (0, "0.75\n", "")
+    finally:
+        processes.close()
 
 
 def test_another_python_needs_nothing_of_the_trainer(tmp_path, coded):

@@ -5,23 +5,36 @@ Messages, one JSON line each, over standard input and output:
     {"get": name}                            -> the value of a name of the code
     {"call": object, "arguments", "keywords"} -> what the call returned
     {"attribute": object, "name": name}      -> an attribute of an object
+    {"operator": name, "arguments"}          -> the result of one of OPERATORS
 An answer is {"value": ..., "arguments": the arguments after the call} or {"raised": [type, text]}.
 Nothing here must be trusted by the reader: the code may change all of it.
 """
 
 from __future__ import annotations
 
+import operator
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from megatron_rl.reward.sandbox.programs.plain_values import (
     NotPlain,
     decode,
     encode,
+    entries_of,
     read_message,
     write_message,
 )
+
+OPERATORS: dict[str, Callable[..., object]] = {
+    "len": len,
+    "str": str,
+    "iter": entries_of,
+    "getitem": operator.getitem,
+}
 
 
 def serve() -> None:
@@ -31,7 +44,9 @@ def serve() -> None:
     nowhere = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
-    names: dict = {"__name__": "__main__", "__builtins__": __builtins__}
+    # a module that can be imported: pickle looks for classes there
+    sys.modules["__main__"] = ModuleType("__main__")
+    names = sys.modules["__main__"].__dict__
     objects: list = []
 
     def keep(value: object) -> object:
@@ -61,7 +76,11 @@ def answer_to(
 ) -> dict[str, object]:
     """Do what a message asks for, and return the answer."""
     if "code" in message:
-        exec(compile(message["code"], "solution.py", "exec"), names)  # noqa: S102
+        # without this module's `annotations`, which would let names be used without their import
+        program = compile(message["code"], "solution.py", "exec", dont_inherit=True)
+        # the usual ends of a main part: sys.exit(main()), and input() where there is none
+        with suppress(SystemExit, EOFError):
+            exec(program, names)  # noqa: S102
         return {"value": None}
     if "get" in message:
         if message["get"] not in names:
@@ -70,6 +89,8 @@ def answer_to(
     if "attribute" in message:
         return {"value": encode(getattr(objects[message["attribute"]], message["name"]), keep)}
     arguments = [decode(value, objects.__getitem__) for value in message["arguments"]]
+    if "operator" in message:
+        return {"value": encode(OPERATORS[message["operator"]](*arguments), keep)}
     keywords = {
         name: decode(value, objects.__getitem__) for name, value in message["keywords"].items()
     }

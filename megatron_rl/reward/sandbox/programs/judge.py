@@ -2,10 +2,11 @@
 
     judge.py IN OUT    the ends of the pipes to candidate.py, as numbers of descriptors
 
-Reads {"code", "setup", "tests"} from standard input and writes {"compiled": text or None, "passed":
-[bool, ...], "why": [text, ...]} to standard output.  The names that tests use and do not define are
-asked of the candidate: a function becomes a Remote, whose calls cross as plain data.  Expected
-values never leave this process, and no code of the model runs in it.
+Reads {"code", "setup", "tests"} from standard input and writes JSON texts to standard output, one a
+line, when they are known: why the code could not be run, "" if it could, then for each test why it
+failed, "" if it passed.  The names that tests use and do not define are asked of the candidate: a
+function becomes a Remote, whose calls cross as plain data.  Expected values never leave this
+process, and no code of the model runs in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import builtins
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -27,6 +29,7 @@ from megatron_rl.reward.sandbox.programs.plain_values import (
     write_message,
 )
 
+BUILTINS = frozenset(dir(builtins))
 UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
 
 
@@ -47,6 +50,22 @@ class Remote:
         if name.startswith("__"):  # copy, pickle and others ask for these
             raise AttributeError(name)
         return self._candidate.ask({"attribute": self._number, "name": name})
+
+    def __bool__(self) -> bool:  # else that of __len__, which few objects have
+        return True
+
+    def __len__(self) -> Any:
+        return self._candidate.operate("len", self)
+
+    def __str__(self) -> Any:
+        return self._candidate.operate("str", self)
+
+    def __iter__(self) -> Iterator[object]:
+        entries: Any = self._candidate.operate("iter", self)
+        return iter(entries)
+
+    def __getitem__(self, key: object) -> object:
+        return self._candidate.operate("getitem", self, key)
 
 
 class Candidate:
@@ -92,6 +111,10 @@ class Candidate:
 
     def ask(self, message: dict) -> object:
         return self.read(self.exchange(message)["value"])
+
+    def operate(self, name: str, *arguments: object) -> object:
+        encoded = [encode(value, sendable) for value in arguments]
+        return self.ask({"operator": name, "arguments": encoded})
 
     def read(self, content: object) -> object:
         try:
@@ -142,9 +165,38 @@ def names_of_modules(nodes: list[ast.AST]) -> set[str]:
     return names & sys.stdlib_module_names
 
 
-def asked_names(nodes: list[ast.AST]) -> Iterator[str]:
-    """Yield the names that a test reads and neither defines nor finds among the built-in ones."""
-    defined = set(dir(builtins))
+def tested_builtin(setup: str, tests: list[str]) -> str | None:
+    """Return the built-in name that the code must define, such as `sum` for `assert sum(10, 15) ==
+    6`; None where tests ask for another name of the code, and built-in names mean what they do in
+    Python.
+    """
+    try:
+        parsed = [list(ast.walk(ast.parse(f"{setup}\n{test}"))) for test in tests]
+    except (SyntaxError, ValueError):  # the test will fail with it
+        return None
+    if any(set(asked_names(nodes)) - names_of_modules(nodes) for nodes in parsed):
+        return None
+    defined, after = defined_names(parsed[0]), setup.count("\n") + 1
+    # breadth first: the outermost call
+    for node in parsed[0]:
+        if isinstance(node, ast.Name) and node.lineno > after and node.id in BUILTINS - defined:
+            return node.id
+    return None
+
+
+def asked_names(nodes: list[ast.AST], tested: str | None = None) -> Iterator[str]:
+    """Yield the names that a test reads and neither defines nor finds among the built-in ones.
+
+    tested: a built-in name that is asked for all the same.
+    """
+    known = defined_names(nodes) | (BUILTINS - {tested})
+    names = (node.id for node in nodes if isinstance(node, ast.Name))
+    yield from dict.fromkeys(name for name in names if name not in known)
+
+
+def defined_names(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that a test defines."""
+    defined = set()
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             defined.add(node.id)
@@ -156,58 +208,64 @@ def asked_names(nodes: list[ast.AST]) -> Iterator[str]:
             defined.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
-    names = (node.id for node in nodes if isinstance(node, ast.Name))
-    yield from dict.fromkeys(name for name in names if name not in defined)
+    return defined
 
 
-def run_test(test: str, setup: str, candidate: Candidate) -> str:
-    """Return "" where the test passes, else why it does not.  Raises Gone."""
+def run_test(test: str, setup: str, candidate: Candidate, tested: str | None) -> str:
+    """Return "" where the test passes, else why it does not.  Raises Gone.
+
+    tested: see asked_names.
+    """
     source = f"{setup}\n{test}"
     try:
         nodes = list(ast.walk(ast.parse(source)))
         modules = names_of_modules(nodes)
         names: dict = {"__name__": "tests"}
-        for name in asked_names(nodes):
+        for name in asked_names(nodes, tested):
             is_module = name in modules
             names[name] = import_module(name) if is_module else candidate.ask({"get": name})
-        exec(compile(source, "tests.py", "exec"), names)  # noqa: S102
+        program = compile(source, "tests.py", "exec", dont_inherit=True)
+        exec(program, names)  # noqa: S102
         why = ""
     except AssertionError as error:
-        why = f"wrong: {error}"[:200]
+        why = "wrong: " + text_of(error).removeprefix("AssertionError").removeprefix(": ")
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"[:200]
+        why = text_of(error)
     if candidate.end:  # also where the test has caught that
         raise Gone(candidate.end)
     return why
 
 
-def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> dict:
-    """Return the results of the tests."""
-    passed, why = [False] * len(tests), [""] * len(tests)
+def text_of(error: BaseException) -> str:
+    """Return "TYPE: MESSAGE", also where str(error) raises, as for an int of 5,000 digits."""
+    return traceback.format_exception_only(error)[-1].strip()[:200]
+
+
+def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> Iterator[str]:
+    """Yield why the code could not be run, "" if it could, then the same of each test."""
     try:
         candidate.exchange({"code": code})
     except Gone as error:
-        return {"compiled": f"the code ended: {error}"[:200], "passed": passed, "why": why}
+        yield f"the code ended: {error}"[:200]
+        return
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return {"compiled": text[:200], "passed": passed, "why": why}
-    try:
-        for index, test in enumerate(tests):
-            why[index] = run_test(test, setup, candidate)
-            passed[index] = not why[index]
-    except Gone as error:
-        why[index] = f"no answer: {error}"[:200]
-    return {"compiled": None, "passed": passed, "why": why}
+        yield text_of(error)
+        return
+    yield ""
+    tested = tested_builtin(setup, tests)
+    for test in tests:
+        try:
+            yield run_test(test, setup, candidate, tested)
+        except Gone as error:
+            yield f"no answer: {error}"[:200]
 
 
 def main() -> None:
     answers, messages = (int(number) for number in sys.argv[1:3])
     request = json.load(sys.stdin)
-    verdict = judge(
-        Candidate(answers, messages), request["code"], request["setup"], request["tests"]
-    )
-    sys.stdout.write(json.dumps(verdict))
-    sys.stdout.flush()
+    candidate = Candidate(answers, messages)
+    for why in judge(candidate, request["code"], request["setup"], request["tests"]):
+        print(json.dumps(why), flush=True)
 
 
 if __name__ == "__main__":

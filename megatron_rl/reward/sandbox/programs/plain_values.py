@@ -1,6 +1,7 @@
 """Values that cross from the program of the model to the tests, as JSON of plain data.
 
 A value is written by its base type: None, booleans and text as they are, others as [TAG, CONTENT].
+What an iterator of Python would still yield crosses as a list, and becomes an iterator again.
 What is read is made of exact built-in types, so that no code of the model runs where a value is
 compared.  Any other object stays where it is, and ["object", NUMBER] stands for it.
 """
@@ -8,11 +9,28 @@ compared.  Any other object stays where it is, and ["object", NUMBER] stands for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import IO, Any
 
 MOST_BYTES = 4 << 20
 """Longest message."""
+MOST_ENTRIES = 10_000
+"""Values that are taken of an iterator, which may have no end."""
+ITERATORS = ("builtins", "itertools", "_collections")
+"""Modules of types of iterators; one of a user's class has methods, and stays an object."""
+KINDS: dict[str, tuple[Any, Callable[[list[Any]], object]]] = {
+    "list": (list, list),
+    "tuple": (tuple, tuple),
+    "set": (set, set),
+    "frozenset": (frozenset, frozenset),
+    "deque": (deque, deque),
+    "dict_keys": (type({}.keys()), lambda entries: dict.fromkeys(entries).keys()),
+    "dict_values": (type({}.values()), lambda entries: dict(enumerate(entries)).values()),
+    "dict_items": (type({}.items()), lambda entries: dict(entries).items()),
+}
+"""By tag, a type of collections and what makes one."""
 
 
 class NotPlain(ValueError):
@@ -40,11 +58,22 @@ def encode(value: object, keep: Callable[[object], object]) -> object:
     if isinstance(value, dict):
         pairs = [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]
         return ["dict", pairs]
-    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
-    for kind in kinds:
+    if isinstance(value, range):
+        return ["range", [encode(end, keep) for end in (value.start, value.stop, value.step)]]
+    for tag, (kind, _) in KINDS.items():
         if isinstance(value, kind):
-            return [kind.__name__, [encode(entry, keep) for entry in kind.__iter__(value)]]
+            return [tag, [encode(entry, keep) for entry in kind.__iter__(value)]]
+    if isinstance(value, Iterator) and type(value).__module__ in ITERATORS:
+        return ["iterator", [encode(entry, keep) for entry in entries_of(value)]]
     return keep(value)
+
+
+def entries_of(value: Iterable[object]) -> list[object]:
+    """Return the values that an iterable yields.  Raises NotPlain for more than MOST_ENTRIES."""
+    entries = list(islice(value, MOST_ENTRIES + 1))
+    if len(entries) > MOST_ENTRIES:
+        raise NotPlain(f"an iterator of more than {MOST_ENTRIES} values")
+    return entries
 
 
 def type_name(value: object, kinds: tuple[type, ...]) -> str:
@@ -78,8 +107,10 @@ def decode_tagged(tag: str, inner: Any, find: Callable[[int], object]) -> object
         return {decode(k, find): decode(v, find) for k, v in inner}
     if tag == "object":
         return find(inner)
-    kind: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag]
-    return kind(decode(entry, find) for entry in inner)
+    entries: list[Any] = [decode(entry, find) for entry in inner]
+    if tag == "iterator":
+        return iter(entries)
+    return range(*entries) if tag == "range" else KINDS[tag][1](entries)
 
 
 def write_message(file: IO[bytes], message: object) -> None:
