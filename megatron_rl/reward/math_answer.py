@@ -11,6 +11,7 @@ import logging
 import re
 
 from math_verify import parse, verify
+from sympy import Expr, UnevaluatedExpr
 
 from megatron_rl.reward.failures import LabelError
 
@@ -21,6 +22,11 @@ MAX_CHARACTERS = 16_384
 """Characters of a response's end, where its answer is, that are read: the regular expressions are
 slow on megabytes."""
 PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
+SMALL = 1e-3
+"""Numbers below this have fewer than three digits among the six decimals that math-verify
+compares."""
+SIX_DIGITS = 5e-6
+"""The largest relative error of rounding to six significant digits."""
 
 
 def score(prompt: str, response: str, label: str) -> float:
@@ -47,13 +53,33 @@ def is_any_equal(gold: list[object], answer: list[object]) -> bool:
     failure: Exception | None = None
     for pair in itertools.product(gold, answer):
         try:
-            if verify(*pair, timeout_seconds=None, raise_on_error=True):
+            is_equal = verify(*pair, timeout_seconds=None, raise_on_error=True)
+            if is_equal and not are_different_small_numbers(*pair):
                 return True
         except Exception as error:
             failure = error
     if failure is not None:
         raise failure
     return False
+
+
+def are_different_small_numbers(label: object, answer: object) -> bool:
+    """Return True for two real numbers below SMALL that differ in their first six digits.
+
+    math-verify takes 1e-27 for 1.67e-27, and 2^-99 for 2^-100: it rounds decimals to six places and
+    chops a difference near 0.
+    """
+    if not (isinstance(label, Expr) and isinstance(answer, Expr)) or label == answer:
+        return False
+    # a percentage equals its number and its fraction
+    if any(not number.is_number or number.has(UnevaluatedExpr) for number in (label, answer)):
+        return False
+    first, second = label.evalf(), answer.evalf()
+    # what is 0 without being written so, or complex, does not evaluate to a comparable number
+    if not (first.is_comparable and second.is_comparable):
+        return False
+    size = max(abs(first), abs(second))
+    return bool(size < SMALL and abs(first - second) > SIX_DIGITS * size)
 
 
 @functools.lru_cache(maxsize=1024)  # a group's responses share their label
