@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import re
+from decimal import Decimal
 
 from math_verify import parse, verify
 from sympy import Expr, UnevaluatedExpr
@@ -22,6 +23,11 @@ MAX_CHARACTERS = 16_384
 """Characters of a response's end, where its answer is, that are read: the regular expressions are
 slow on megabytes."""
 PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
+E_NOTATION = re.compile(
+    r"(?![-+]?(?!1e)[0-9]+e-[0-9]$)"  # 2e-1 is twice Euler's number less 1; Python writes 2e-01
+    r"[-+]?[0-9]+(\.[0-9]+)?[eE][-+]?[0-9]{1,3}"
+)
+"""A number as programs write it, which math-verify reads as a multiple of Euler's number."""
 SMALL = 1e-3
 """Numbers below this have fewer than three digits among the six decimals that math-verify
 compares."""
@@ -39,9 +45,21 @@ def score(prompt: str, response: str, label: str) -> float:
     response, label = response.strip(), label.strip()
     if PLAIN_INTEGER.fullmatch(response) and PLAIN_INTEGER.fullmatch(label):
         return float(response == label)
-    gold = gold_of(label)
-    answer = parse(response[-MAX_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
-    return float(is_any_equal(gold, answer))
+    return float(is_any_equal(gold_of(label), answer_of(response[-MAX_CHARACTERS:])))
+
+
+def answer_of(response: str) -> list[object]:
+    """Return the readings of the final answer: an expression and its text."""
+    answer = parse(without_exponent(response), parsing_timeout=None, raise_on_error=True)
+    text = answer[-1] if answer else None
+    if isinstance(text, str) and E_NOTATION.fullmatch(text):
+        return parse(f"${without_exponent(text)}$", parsing_timeout=None, raise_on_error=True)
+    return answer
+
+
+def without_exponent(text: str) -> str:
+    """Return a number of E_NOTATION in digits, any other text as it is."""
+    return format(Decimal(text), "f") if E_NOTATION.fullmatch(text) else text
 
 
 def is_any_equal(gold: list[object], answer: list[object]) -> bool:
@@ -90,7 +108,7 @@ def gold_of(label: str) -> list[object]:
     As prose, "2\\sqrt{3}" would be read as its last plain number, 3: silently the wrong label.
     Raises LabelError when it holds no formula.
     """
-    label = label.rpartition("####")[2].strip()
+    label = without_exponent(label.rpartition("####")[2].strip())
     is_delimited = "$" in label or "\\boxed" in label
     gold = parse(label if is_delimited else f"${label}$", parsing_timeout=None) or parse(
         label, parsing_timeout=None

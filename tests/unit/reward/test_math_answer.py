@@ -109,3 +109,21 @@ def test_a_small_number_is_not_another_small_number(response, label):
 )
 def test_small_numbers_that_agree_in_six_digits_are_equal(response, label):
     assert score("", response, label) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{0.00001}", "1e-05", 1),
+        (r"\boxed{10^{-5}}", "1e-05", 1),
+        (r"\boxed{1e-5}", "1e-05", 1),
+        ("1e-05", "0.00001", 1),
+        (r"\boxed{e-5}", "1e-05", 0),  # as math-verify reads the label
+        (r"\boxed{10000000000000000}", "1e+16", 1),
+        (r"\boxed{-2.5e-6}", "-0.0000025", 1),
+        (r"\boxed{2e-1}", "0.2", 0),
+        (r"\boxed{-1+2e}", "2e-1", 1),
+    ],
+)
+def test_numbers_with_an_exponent(response, label, expected):
+    assert score("", response, label) == expected
