@@ -23,6 +23,8 @@ MAX_CHARACTERS = 16_384
 """Characters of a response's end, where its answer is, that are read: the regular expressions are
 slow on megabytes."""
 PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
+DELIMITER = re.compile(r"(?<!\\)\$|\\boxed")
+"""A mark of a formula in prose; an escaped dollar is an amount of money."""
 E_NOTATION = re.compile(
     r"(?![-+]?(?!1e)[0-9]+e-[0-9]$)"  # 2e-1 is twice Euler's number less 1; Python writes 2e-01
     r"[-+]?[0-9]+(\.[0-9]+)?[eE][-+]?[0-9]{1,3}"
@@ -109,7 +111,7 @@ def gold_of(label: str) -> list[object]:
     Raises LabelError when it holds no formula.
     """
     label = without_exponent(label.rpartition("####")[2].strip())
-    is_delimited = "$" in label or "\\boxed" in label
+    is_delimited = DELIMITER.search(label) is not None
     gold = parse(label if is_delimited else f"${label}$", parsing_timeout=None) or parse(
         label, parsing_timeout=None
     )

@@ -127,3 +127,9 @@ def test_small_numbers_that_agree_in_six_digits_are_equal(response, label):
 )
 def test_numbers_with_an_exponent(response, label, expected):
     assert score("", response, label) == expected
+
+
+@pytest.mark.parametrize("label", [r"\$18.90", r"18.90\$", "$18.90$", "$18.90"])
+def test_the_dollar_of_an_amount_delimits_no_formula(label):
+    assert score("", r"\boxed{18.9}", label) == score("", r"\boxed{\$18.90}", label) == 1
+    assert score("", r"\boxed{18}", label) == score("", r"\boxed{0.9}", label) == 0
