@@ -12,7 +12,7 @@ import re
 from decimal import Decimal
 
 from math_verify import parse, verify
-from sympy import Expr, UnevaluatedExpr
+from sympy import Expr, Set, Tuple, UnevaluatedExpr
 
 from megatron_rl.reward.failures import LabelError
 
@@ -47,7 +47,15 @@ def score(prompt: str, response: str, label: str) -> float:
     response, label = response.strip(), label.strip()
     if PLAIN_INTEGER.fullmatch(response) and PLAIN_INTEGER.fullmatch(label):
         return float(response == label)
-    return float(is_any_equal(gold_of(label), answer_of(response[-MAX_CHARACTERS:])))
+    gold, response = gold_of(label), response[-MAX_CHARACTERS:]
+    if is_any_equal(gold, answer_of(response)):
+        return 1.0
+    # math-verify joins the boxes of a paragraph: right for a list, but a corrected answer is the
+    # last one alone
+    before, box, last = response.rpartition("\\boxed")
+    if "\\boxed" not in before or isinstance(gold[0], Set | Tuple):
+        return 0.0
+    return float(is_any_equal(gold, answer_of(box + last)))
 
 
 def answer_of(response: str) -> list[object]:

@@ -133,3 +133,23 @@ def test_numbers_with_an_exponent(response, label, expected):
 def test_the_dollar_of_an_amount_delimits_no_formula(label):
     assert score("", r"\boxed{18.9}", label) == score("", r"\boxed{\$18.90}", label) == 1
     assert score("", r"\boxed{18}", label) == score("", r"\boxed{0.9}", label) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{4}", "4", 1),
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{4}", "3", 0),
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{x=3} and \boxed{x=4}", "x=4", 1),
+        (r"\boxed{3} or \boxed{4}", "3,4", 1),
+        (r"\boxed{3} or \boxed{4}", r"\{4\}", 0),
+        (r"\boxed{3} or \boxed{-2}", r"\pm 2", 0),
+        (r"\boxed{5}, \boxed{3}, \boxed{4}", "3,4", 0),
+        (r"\boxed{1} and \boxed{(2,3)}", "(2,3)", 0),
+    ],
+)
+def test_the_last_of_several_boxes_is_the_final_answer_unless_the_label_is_a_list(
+    response, label, expected
+):
+    assert score("", response, label) == expected
