@@ -33,27 +33,27 @@ def sft(cfg: Config) -> None:
     from megatron_rl.trainer.build import start_trainer
     from megatron_rl.trainer.sft_rows import read_rows, without_old_pass
 
-    rows = read_rows(cfg)
-    cfg = rows.cfg
     grace = grace_period(cfg.checkpoint.grace_seconds, device_of(cfg.run.device))
-    with StopSignal(grace) as stop, start_trainer(cfg, rows=rows) as trainer:
-        trainer.listen(stop)
-        trainer.evaluate(trainer.first_step)
-        for step in trainer.steps():
-            # every row is a response with reward 1, so that its advantage is 1
-            groups = trainer.add_advantages(trainer.sample(step), step)
-            trainer.record(groups, step)
-            batches = trainer.make_batches(groups, step)
-            # after its first update a step must finish
-            trainer.stop_if_signalled()
-            for batch in batches:
-                # the loss reads no ratio, so that log pi_old is not computed
-                trainer.update(batch, without_old_pass(trainer.engine, batch))
-            trainer.sync_weights(version=step + 1)  # counts the version; there is no server
-            trainer.report(step, [])
-            trainer.evaluate(step + 1)
-            trainer.save(step + 1)
-        trainer.finish()
+    with StopSignal(grace) as stop:
+        rows = read_rows(cfg)
+        with start_trainer(rows.cfg, rows=rows) as trainer:
+            trainer.listen(stop)
+            trainer.evaluate(trainer.first_step)
+            for step in trainer.steps():
+                # every row is a response with reward 1, so that its advantage is 1
+                groups = trainer.add_advantages(trainer.sample(step), step)
+                trainer.record(groups, step)
+                batches = trainer.make_batches(groups, step)
+                # after its first update a step must finish
+                trainer.stop_if_signalled()
+                for batch in batches:
+                    # the loss reads no ratio, so that log pi_old is not computed
+                    trainer.update(batch, without_old_pass(trainer.engine, batch))
+                trainer.sync_weights(version=step + 1)  # counts the version; there is no server
+                trainer.report(step, [])
+                trainer.evaluate(step + 1)
+                trainer.save(step + 1)
+            trainer.finish()
 
 
 def main(argv: list[str] | None = None) -> int:

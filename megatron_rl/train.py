@@ -148,11 +148,11 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
         if os.environ.get("RANK", "0") == "0":
             lines.print_error(f"{program}: {stopped}", error="StoppedBySignal")
         return REQUEUE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         lines.print_error(
             f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", error="KeyboardInterrupt"
         )
-        return INTERRUPTED
+        return REQUEUE if isinstance(interrupt, InterruptedBySignal) else INTERRUPTED
     # the cause and the user's frames on the terminal, the traceback in a file
     except Exception as error:
         report_error(error, cfg.run_dir, program, lines)
@@ -160,9 +160,13 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
     return 0
 
 
+class InterruptedBySignal(KeyboardInterrupt):
+    """A signal came where there is nothing to save; main exits with REQUEUE."""
+
+
 def raise_interrupt(signum: int, frame: object) -> None:
     """A signal ends the run as Ctrl-C does, so that servers and worker processes are stopped."""
-    raise KeyboardInterrupt
+    raise InterruptedBySignal
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def checked_message(message: object, key: str) -> Message:
 
 
 def label_text(row: JsonRow, key: str) -> str:
-    """Return the label as text, for a number its str()."""
+    """Return the label as text, a number without an exponent: 0.00001, not "1e-05"."""
     label = required(row, key)
     # bool is an int in Python, but as a label it is most likely a mistake
     if isinstance(label, bool) or not isinstance(label, str | int | float):
@@ -241,6 +241,8 @@ def label_text(row: JsonRow, key: str) -> str:
         raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
     if isinstance(label, float) and not math.isfinite(label):
         raise DataError(f"{key!r} must be finite, got {label}")
+    if isinstance(label, float):
+        return format(decimal.Decimal(repr(label)), "f")
     check_text(str(label), key)
     return str(label)
 

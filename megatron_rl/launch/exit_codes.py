@@ -3,7 +3,8 @@
 BAD_CONFIG = 2
 """Invalid configuration; a restart would not help."""
 REQUEUE = 85
-"""Saved and stopped by a signal: a restart continues from there (ERESTART of Linux)."""
+"""Stopped by a signal, and saved where a step had been trained: a restart continues from there
+(ERESTART of Linux)."""
 STALLED = 87
 """The watchdog ended this rank and named the one that is dead, stopped, late or has failed."""
 INTERRUPTED = 130

@@ -33,10 +33,10 @@ def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([step for step, _ in points]), np.array([value for _, value in points])
 
 
-def evaluations(results: Results) -> list[str]:
-    """Return the names of the avg@k metrics."""
+def evaluations(results: Results, measure: str = r"avg@\d+") -> list[str]:
+    """Return the names of the metrics of evaluation sets that end in `measure`, a pattern."""
     names = {name for result in results for name in result.metrics}
-    return sorted(name for name in names if re.fullmatch(r"eval/.*/avg@\d+", name))
+    return sorted(name for name in names if re.fullmatch(f"eval/.*/({measure})", name))
 
 
 def read_run_settings(run_dir: Path) -> dict[str, object]:

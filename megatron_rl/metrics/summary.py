@@ -1,5 +1,5 @@
-"""A few lines at the end of a run: how reward and evaluations changed, the mismatch, the time, what
-was left out, the health.
+"""A few lines at the end of a run: how reward or loss and evaluations changed, the mismatch, the
+time, what was left out, the health.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_rl.records.packed import StepResult
 
 SHOWN = {
     "rollout/reward_mean": ("reward", ".3f"),
+    "sft/loss": ("loss", ".3f"),
     "train/entropy": ("entropy", ".3f"),
     "train/kl_mu_pi": ("KL", "+.1e"),
     "teacher/reverse_kl": ("teacher KL", ".3f"),
@@ -111,7 +112,7 @@ def summarize_run(
             # means of a fifth of the steps, because single steps are noise
             part = max(1, len(values) // 5)
             changed[name] = float(values[:part].mean()), float(values[-part:].mean())
-    for name in evaluations(results):
+    for name in evaluations(results, r"avg@\d+|loss"):
         _, values = series(results, name)
         if len(values):  # none where no response of the set was ever scored
             changed[name] = float(values[0]), float(values[-1])

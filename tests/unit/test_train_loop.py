@@ -1,7 +1,10 @@
 """The training loop, with a trainer that only notes what is alive."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +14,10 @@ import pytest
 
 from megatron_rl.config import Config, DataConfig, ModelConfig
 from megatron_rl.launch.exit_codes import INTERRUPTED, REQUEUE
-from megatron_rl.train import train
-from megatron_rl.trainer import build
+from megatron_rl.launch.signals import StoppedBySignal
+from megatron_rl.sft import sft
+from megatron_rl.train import raise_interrupt, train
+from megatron_rl.trainer import build, sft_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +75,8 @@ from megatron_rl.train import run_job
 def job():
     if sys.argv[1] == "after":
         raise StoppedBySignal("saved")
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     time.sleep(5)
 cfg = SimpleNamespace(run=SimpleNamespace(log_format="text"), key_variables=(), run_dir="none")
 status = run_job(cfg, job, "a test")
@@ -79,7 +85,26 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize(("when", "status"), [("before", INTERRUPTED), ("after", REQUEUE)])
-def test_sigusr1_outside_of_the_steps_ends_a_rank_as_sigterm_does(when, status):
-    """A scheduler may send it before the first step, and again while the ranks end."""
+@pytest.mark.parametrize(
+    ("when", "status"),
+    [("SIGTERM", REQUEUE), ("SIGUSR1", REQUEUE), ("SIGINT", INTERRUPTED), ("after", REQUEUE)],
+)
+def test_a_signal_outside_of_the_steps_ends_a_rank_with_its_status(when, status):
+    """A scheduler may send it during the imports, and again while the ranks end; Ctrl-C asks for no
+    restart.
+    """
     assert subprocess.run([sys.executable, "-c", END, when], cwd=ROOT).returncode == status
+
+
+def test_a_signal_while_the_rows_of_sft_are_read_stops_the_run(monkeypatch, sigint):
+    def read_rows(cfg):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(sft_rows, "read_rows", read_rows)
+    before = signal.signal(signal.SIGTERM, raise_interrupt)  # as in run_job
+    try:
+        with pytest.raises(StoppedBySignal, match="before the first step"):
+            sft(Config(model=ModelConfig(path="m"), data=DataConfig(train="d")))
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.base import AboveZero, Count, Finite, NotNegative, Positive, Section
+from megatron_rl.config.base import Count, Finite, NotNegative, Positive, Section
 from megatron_rl.config.sections.rollout import ALL_TOKENS, Truncation
 from megatron_rl.config.sections.train_sources import TrainSource, names_of, sources_of
 
@@ -46,7 +46,8 @@ class DataConfig(Section):
     (docs/guides/data_and_reward.md#prompts-by-pass-rate)."""
     pass_reward: Finite = 0.5
     """A response passes with at least this reward."""
-    least_chance: Annotated[AboveZero, Field(le=1)] = 0.1
+    # where all prompts have this chance, drawing one takes 1 / least_chance looks at a prompt
+    least_chance: Annotated[Finite, Field(ge=0.001, le=1)] = 0.1
     """Chance of a prompt to be drawn in an epoch where all or none of its responses passed."""
     max_metadata_bytes: Count = 65536
     """Longest metadata of a row, its further columns as JSON; 0: keep none."""

@@ -128,6 +128,13 @@ def test_settings_of_pass_rates_without_effect_are_refused(tmp_path):
         read(tmp_path, TEXT, "--data.train", "a.jsonl", "--data.pass_reward", "1.0")
 
 
+def test_a_chance_so_small_that_the_next_prompt_takes_minutes_to_draw_is_refused(tmp_path):
+    sampling = ("--data.sampling", "pass_rate", "--data.least_chance")
+    with pytest.raises(ConfigError, match="'1e-9': must be greater than or equal to 0.001"):
+        read(tmp_path, TEXT, *sampling, "1e-9")
+    assert read(tmp_path, TEXT, *sampling, "0.001").data.least_chance == 0.001
+
+
 def test_settings_names_the_keys_of_a_source():
     assert "path or list of: table of name, path, weight, when_used_up" in explain("data.train")
 

@@ -231,6 +231,16 @@ def test_keys_are_of_the_first_row_and_paths_reach_into_rows(tmp_path):
         load(path)
 
 
+def test_a_number_as_label_has_no_exponent(tmp_path):
+    """A reward reads "1e-05" as a multiple of Euler's number."""
+    path = tmp_path / "a.jsonl"
+    numbers = ("0.00001", "-2.5e-6", "1e16", "0.5", "3.0", "7", "-0.0")
+    path.write_text("".join(f'{{"prompt": "1", "label": {text}}}\n' for text in numbers))
+    assert [prompt.label for prompt in load(path)] == [
+        "0.00001", "-0.0000025", "10000000000000000", "0.5", "3.0", "7", "-0.0",
+    ]  # fmt: skip
+
+
 def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(

@@ -60,6 +60,17 @@ def test_what_changed_and_where_to_look(tmp_path):
     }  # fmt: skip
 
 
+def test_the_losses_of_supervised_training(tmp_path):
+    rows = [StepResult(-1, 0, {"eval/heldout/loss": 2.0})]
+    rows += [StepResult(n, n, {"sft/loss": 2 - n / 10, "time/step": 1.0}) for n in range(10)]
+    rows += [StepResult(9, 10, {"eval/heldout/loss": 1.25})]
+    assert summarize_run(rows, tmp_path, (), None).text.splitlines()[:3] == [
+        "10 steps in 0:10",
+        "  loss                  1.950 -> 1.150",
+        "  heldout/loss          2.000 -> 1.250",
+    ]
+
+
 def test_a_set_that_was_never_scored_has_no_line(tmp_path):
     """reward.on_error = drop, and the reward of every response failed."""
     unscored = [StepResult(step, step, {"eval/bad/avg@4": float("nan")}) for step in (-1, 9)]

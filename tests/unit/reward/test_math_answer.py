@@ -52,3 +52,104 @@ def test_a_comparison_that_fails_counts_where_no_other_one_holds(monkeypatch):
     assert math_answer.is_any_equal(["1"], ["2", "3"]) is False
     with pytest.raises(OverflowError):
         math_answer.is_any_equal(["1"], ["breaks", "2"])
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"\boxed{1\times10^{-27}}", r"1.67\times10^{-27}"),
+        (r"\boxed{6.6\times10^{-34}}", r"6.626\times10^{-34}"),
+        (r"\boxed{5\times10^{-18}}", r"9\times10^{-19}"),
+        (r"\boxed{-3\times10^{-20}}", r"1.6\times10^{-19}"),
+        (r"\boxed{9.1\times10^{-31}\text{ kg}}", r"1.67\times10^{-27}\text{ kg}"),
+        (r"\boxed{\pi\cdot10^{-20}}", r"3\cdot10^{-20}"),
+        (r"\boxed{\frac{1}{2^{99}}}", r"\frac{1}{2^{100}}"),
+        (r"\boxed{\frac{1}{52!}}", r"\frac{1}{53!}"),
+        (r"\boxed{\frac{3}{10^{400}}}", r"\frac{2}{10^{400}}"),
+        (r"\boxed{2^{-60}}", "2^{-61}"),
+        (r"\boxed{10^{-20}}", "10^{-21}"),
+        (r"\boxed{e^{-50}}", "e^{-49}"),
+        ("0.0000002", "0.0000001"),
+        ("0.0000011", "0.0000012"),
+        ("0.00000049", "0.00000001"),
+        ("0.0000001", "0"),
+        ("0", "0.0000001"),
+        ("0.33", r"\frac13"),
+    ],
+)
+def test_a_small_number_is_not_another_small_number(response, label):
+    """math-verify compares six decimals, and chops what is near 0."""
+    assert score("", response, label) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("0.333333", r"\frac13"),
+        ("0.016667", r"\frac{1}{60}"),
+        ("0.001667", r"\frac{1}{600}"),
+        ("0.000333333", r"\frac{1}{3000}"),
+        (r"\boxed{1.67\times10^{-27}}", "0.00000000000000000000000000167"),
+        (r"\boxed{1.67\times10^{-27}\text{ kg}}", r"1.67\times10^{-27}"),
+        (r"\boxed{1.60218\times10^{-19}}", r"1.602177\times10^{-19}"),
+        (r"\boxed{\frac{1}{1267650600228229401496703205376}}", r"\frac{1}{2^{100}}"),
+        (r"\boxed{\frac{\pi}{10^{9}}}", r"\pi\times10^{-9}"),
+        (r"\boxed{10^{-9}i}", r"i\times10^{-9}"),
+        (r"\boxed{x\cdot10^{-9}}", "10^{-9}x"),
+        (r"\boxed{x=10^{-9}}", "10^{-9}"),
+        (r"\boxed{\{10^{-9},1\}}", r"\{1,10^{-9}\}"),
+        (r"\boxed{\sqrt2+\sqrt3-\sqrt{5+2\sqrt6}}", "0"),
+        ("-0", "0.0"),
+        ("75%", "0.75"),
+        ("0.75", "75%"),
+        (r"\boxed{0.00001\%}", r"0.00001\%"),
+        (r"\boxed{\infty}", r"\infty"),
+        (r"\boxed{3^{3^{3^{3}}}}", "3^{3^{3^{3}}}"),
+    ],
+)
+def test_small_numbers_that_agree_in_six_digits_are_equal(response, label):
+    assert score("", response, label) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{0.00001}", "1e-05", 1),
+        (r"\boxed{10^{-5}}", "1e-05", 1),
+        (r"\boxed{1e-5}", "1e-05", 1),
+        ("1e-05", "0.00001", 1),
+        (r"\boxed{e-5}", "1e-05", 0),  # as math-verify reads the label
+        (r"\boxed{10000000000000000}", "1e+16", 1),
+        (r"\boxed{-2.5e-6}", "-0.0000025", 1),
+        (r"\boxed{2e-1}", "0.2", 0),
+        (r"\boxed{-1+2e}", "2e-1", 1),
+    ],
+)
+def test_numbers_with_an_exponent(response, label, expected):
+    assert score("", response, label) == expected
+
+
+@pytest.mark.parametrize("label", [r"\$18.90", r"18.90\$", "$18.90$", "$18.90"])
+def test_the_dollar_of_an_amount_delimits_no_formula(label):
+    assert score("", r"\boxed{18.9}", label) == score("", r"\boxed{\$18.90}", label) == 1
+    assert score("", r"\boxed{18}", label) == score("", r"\boxed{0.9}", label) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{4}", "4", 1),
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{4}", "3", 0),
+        (r"\boxed{3}. Wait, I made an error. The answer is \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{x=3} and \boxed{x=4}", "x=4", 1),
+        (r"\boxed{3} or \boxed{4}", "3,4", 1),
+        (r"\boxed{3} or \boxed{4}", r"\{4\}", 0),
+        (r"\boxed{3} or \boxed{-2}", r"\pm 2", 0),
+        (r"\boxed{5}, \boxed{3}, \boxed{4}", "3,4", 0),
+        (r"\boxed{1} and \boxed{(2,3)}", "(2,3)", 0),
+    ],
+)
+def test_the_last_of_several_boxes_is_the_final_answer_unless_the_label_is_a_list(
+    response, label, expected
+):
+    assert score("", response, label) == expected
