@@ -16,14 +16,14 @@ FREE = (
     "run.name", "run.dir", "run.device", "run.collective_timeout_minutes",
     "run.silence_timeout_seconds", "parallel.*", "track.*", "run.log_format", "checkpoint.*",
     "eval.*", "run.save_batches", "run.anomaly_*", "run.trace", "reward.num_workers",
-    "reward.timeout_seconds", "data.train",
+    "reward.concurrency", "reward.memory_gib", "reward.timeout_seconds", "data.train",
     "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus",
     "rollout.python", "rollout.api_key_env", "rollout.host", "rollout.port", "rollout.server_args",
     "rollout.max_total_tokens", "rollout.max_running_requests",
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation",
     "agent.process_memory_gib", "agent.endpoint_host", "agent.pass_env", "agent.preload",
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
-    "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.release_memory",
+    "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.weight_sync_sources", "rollout.release_memory",
     "rollout.allow_unproven", "rollout.verify_push*",
     "teachers.*.urls", "teachers.*.api_key_env", "teachers.*.gpus", "teachers.*.server_args",
     "teachers.*.release_memory",
@@ -32,7 +32,7 @@ FREE = (
     "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
     # what is measured
-    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates",
+    "replay.measure", "optim.measure_cosine", "replay.missing_route_budget", "optim.max_skipped_updates",
     "rollout.parity_*",
 )  # fmt: skip
 """Keys (shell patterns) that may change freely: another place, layout or order of summation of the

@@ -309,7 +309,7 @@ def read_config(path: Path) -> dict[str, Any]:
     changed = sorted(key for key, value in config.items() if value and key not in WITHOUT_EFFECT)
     if bias not in (None, "none"):
         changed.insert(0, "bias")
-    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         changed.insert(0, "init_lora_weights")
     if changed:
         raise ConfigError(

@@ -41,6 +41,8 @@ UNITS = 32
 """Servers on the CPU fill up the intermediate size of every MLP to a multiple of it
 (DEFAULT_MOE_PADDING_SIZE).
 """
+ROUTER = re.compile(r"\.gate\.(weight|e_score_correction_bias)$")
+"""Tensors that servers may keep in float32 beside a bfloat16 model: GLM-4.5's routers."""
 HEX_DIGITS = 16
 SHOWN = 5
 
@@ -62,6 +64,9 @@ class ExportDigests:
                 self.parts[parts[0]] = self.parts.pop(served)
         self.served = {name: served for served, parts in self.parts.items() for name in parts}
         self.hashes = {served: hashlib.sha256() for served in self.parts}
+        self.float32_hashes = {
+            served: hashlib.sha256() for served in self.parts if ROUTER.search(served)
+        }
         self.missing = {served: list(parts) for served, parts in self.parts.items()}
         self.waiting: dict[str, torch.Tensor] = {}
         """Tensors that came before their turn."""
@@ -83,7 +88,9 @@ class ExportDigests:
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
             part = self.waiting.pop(missing.pop(0)).contiguous()
-            self.hashes[served].update(part.reshape(-1).view(torch.uint8).numpy().data)
+            self.hashes[served].update(bytes_of(part))
+            if served in self.float32_hashes:
+                self.float32_hashes[served].update(bytes_of(part.float()))
             if served.endswith(PADDED):
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
@@ -97,6 +104,19 @@ class ExportDigests:
             for served, digest in self.hashes.items()
             if not self.missing[served] and served not in self.filled_up
         }
+
+    def float32_digests(self) -> dict[str, str]:
+        """Return the same of the tensors that servers may keep in float32, in float32."""
+        return {
+            served: digest.hexdigest()[:HEX_DIGITS]
+            for served, digest in self.float32_hashes.items()
+            if not self.missing[served]
+        }
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def served_place(name: str) -> tuple[str, int]:
@@ -131,7 +151,7 @@ class Verifier:
         `digests` are those of the export, or None where no server is on the CPU; `what` names it in
         messages.  Raises WeightPushError for tensors that differ.
         """
-        ours, compared = {} if digests is None else digests.digests(), 0
+        compared = 0
         on_gpus: dict[str, list[dict[str, str]]] = {}
         answers = servers.each(lambda url: self._ask(servers, url))
         for url, (device, ranks) in zip(servers.urls, answers, strict=True):
@@ -140,7 +160,7 @@ class Verifier:
             if digests is None or device != "cpu":
                 on_gpus[url] = ranks
                 continue
-            compared += self._compare(url, ranks, ours, digests.parts, what)
+            compared += self._compare(url, ranks, digests, what)
         return compared + self._compare_servers(on_gpus, what)
 
     def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
@@ -169,14 +189,14 @@ class Verifier:
         self,
         url: str,
         ranks: Sequence[Mapping[str, str]],
-        ours: Mapping[str, str],
-        parts: Mapping[str, Sequence[str]],
+        digests: ExportDigests,
         what: str,
     ) -> int:
         """Return the number of this server's tensors that equal the export's.
 
         Raises WeightPushError where one differs, or where none can be compared.
         """
+        ours, in_float32 = digests.digests(), digests.float32_digests()
         comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
         # names that any rank has
         served = set().union(*ranks)
@@ -188,10 +208,17 @@ class Verifier:
                 " without this check, set rollout.verify_push = version"
             )
         wrong = sorted(
-            {name for rank in ranks for name in comparable if rank.get(name) != ours[name]}
+            {
+                name
+                for rank in ranks
+                for name in comparable
+                if rank.get(name) not in (ours[name], in_float32.get(name, ours[name]))
+            }
         )
         if wrong:
-            named = "; ".join(f"{name} (of {shown_names(parts[name])})" for name in wrong[:SHOWN])
+            named = "; ".join(
+                f"{name} (of {shown_names(digests.parts[name])})" for name in wrong[:SHOWN]
+            )
             raise WeightPushError(
                 f"server {url} does not hold the weights of {what}:"
                 f" {len(wrong)} of {len(comparable)} tensors have another checksum: {named}; it"

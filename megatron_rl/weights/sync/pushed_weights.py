@@ -22,6 +22,10 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """HF name -> (shape, dtype to send)."""
 
 
+SELECTION_BIAS = "e_score_correction_bias"
+"""The end of the names of expert-selection biases (WeightRule.float32)."""
+
+
 @dataclass(frozen=True)
 class PushedWeights:
     """The weights of the servers' model, as every push sends them."""
@@ -71,7 +75,8 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
 
     Most tensors are stored in the model's dtype and are sent in the servers' `dtype`.  The few that
     are stored in another one (such as a float32 router bias of a bfloat16 model) are sent as
-    stored.  Raises WeightPushError for a dtype that cannot be pushed.
+    stored, and so is every expert-selection bias: servers keep it in float32, and a rounded one
+    would select other experts.  Raises WeightPushError for a dtype that cannot be pushed.
     """
     model = outline(checkpoint)
     stored = {
@@ -87,7 +92,12 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
             )
     most = Counter(header.dtype for header in stored.values()).most_common(1)[0][0]
     return {
-        name: (header.shape, dtype if header.dtype == most else DTYPES[header.dtype])
+        name: (
+            header.shape,
+            dtype
+            if header.dtype == most and not name.endswith(SELECTION_BIAS)
+            else DTYPES[header.dtype],
+        )
         for name, header in stored.items()
     }
 

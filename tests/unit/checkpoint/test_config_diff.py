@@ -127,3 +127,11 @@ def test_a_key_that_one_side_does_not_know_has_its_default_there():
 def test_settings_that_contradict_one_another_are_refused(keys, rule):
     with pytest.raises(ConfigError, match=rule):
         config(checkpoint=keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "before", "after"),
+    [("rollout", "weight_sync_sources", 16, 1), ("optim", "measure_cosine", False, True)],
+)
+def test_what_only_sends_or_measures_may_change(section, key, before, after):
+    check_changes(saved(**{section: {key: before}}), config(**{section: {key: after}}), "a")

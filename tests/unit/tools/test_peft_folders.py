@@ -263,6 +263,7 @@ def test_an_adapter_with_experts_one_by_one(tmp_path: Path) -> None:
         ({}, {"use_dora": True}, r"use_dora = True .*merge it into its base"),
         ({}, {"bias": "all"}, r"bias = 'all'"),
         ({}, {"init_lora_weights": "pissa_niter_4"}, r"init_lora_weights = 'pissa_niter_4'"),
+        ({}, {"init_lora_weights": "OLoRA"}, r"init_lora_weights = 'OLoRA'"),
         ({}, {"modules_to_save": ["lm_head"]}, r"modules_to_save"),
         ({}, {"peft_type": "IA3"}, r"peft_type = IA3"),
         ({"path": "nowhere"}, {}, r"lora.path = nowhere: adapter_config.json cannot be read"),

@@ -143,6 +143,20 @@ def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_
         Verifier().verify(servers([found]), export, "version 3")
 
 
+def test_a_server_may_keep_routers_in_float32_and_nothing_else():
+    gate, norm = "model.layers.0.mlp.gate.weight", "model.norm.weight"
+    digests, values = ExportDigests([gate, norm]), torch.randn(4, 32).bfloat16()
+    digests.add(gate, values)
+    digests.add(norm, values[0])
+    stored = {gate: digest(values), norm: digest(values[0])}
+    for router in (values, values.float()):
+        held = [stored | {gate: digest(router)}]
+        assert Verifier().verify(servers(held), digests, "version 1") == 2
+    for wrong in ({gate: digest(values.float() + 1)}, {norm: digest(values[0].float())}):
+        with pytest.raises(WeightPushError, match="1 of 2 tensors"):
+            Verifier().verify(servers([stored | wrong]), digests, "version 1")
+
+
 def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
     with pytest.raises(
         WeightPushError,

@@ -362,6 +362,17 @@ def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoin
     assert {dtype for _, dtype in in_float32.values()} == {torch.float32}
 
 
+def test_an_expert_selection_bias_is_sent_as_stored(tmp_path):
+    """Also where the whole checkpoint is float32: servers keep it so, and would select others."""
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    tensors = {"model.norm.weight": torch.zeros(4), bias: torch.zeros(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = expected_tensors(tmp_path, torch.bfloat16)
+    assert {name: dtype for name, (_, dtype) in expected.items()} == {
+        "model.norm.weight": torch.bfloat16, bias: torch.float32,
+    }  # fmt: skip
+
+
 def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url, fp8_keep=("layers.1.*",))
