@@ -102,12 +102,13 @@ def page(title: str, findings: Findings) -> str:
     parts = [f"<h1>Rehearsal: {escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
     parts += errors(findings)
     parts += table(
-        "Memory at the peak of a step",
+        "Memory at the peak of an update",
         ["rank", "phase", "GiB", "planned GiB", "plan, difference"],
         [[r, p, gib(a), gib(b), f"{d:+.1f} %"] for r, p, a, b, d in findings.memory],
     )
+    where = "rank {}, {}".format(*findings.highest[:2]) if findings.highest else ""
     parts += table(
-        "What is alive at the highest peak",
+        f"What is alive at the highest peak: {where}",
         ["line", "GiB"],
         [[line, gib(size)] for line, size in findings.lines],
     )
