@@ -16,7 +16,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.training_time import Tokens, TrainingModel
 from megatron_rl_tools.rehearse.program import RankReport
-from megatron_rl_tools.rehearse.ranks import RankFailed
+from megatron_rl_tools.rehearse.switchboard import RankFailed
 from megatron_rl_tools.rehearse.timeline import Deadlock, Span, Timeline, phase_seconds
 
 GIB = 1 << 30
