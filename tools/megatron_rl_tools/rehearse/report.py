@@ -20,6 +20,8 @@ from megatron_rl_viewer.report_style import STYLE
 NOTE = (
     "Computed from the operations of this run on pretended GPUs; nothing was measured on a GPU."
     " Not shown: values, NCCL itself, fragmentation, CUDA's context, and what kernels assert."
+    " Seconds and MFU leave out copies between host and GPU and Adam on the host: with"
+    " optimizer_cpu_offload an update takes longer than this says."
 )
 UPDATE = (f"gradient, {STEADY}", f"optimizer, {STEADY}")
 
@@ -80,7 +82,8 @@ def summary(findings: Findings) -> Iterable[str]:
         yield (
             f"time, computed: old-logprob {old:.3f} s (planned"
             f" {findings.planned_seconds['old-logprob']:.3f}), update {update:.3f} s (planned"
-            f" {findings.planned_seconds['update']:.3f}), MFU {findings.mfu:.1%}"
+            f" {findings.planned_seconds['update']:.3f}), MFU {findings.mfu:.1%}; without copies"
+            " between host and GPU and Adam on the host"
         )
     waits = sum(row[4] for row in findings.waits if row[0] != "core")
     yield (
