@@ -27,9 +27,9 @@ def main() -> int:
 
     native.install_guard(library)
     from megatron_rl_tools.rehearse.device import PretendedGpu
-    from megatron_rl_tools.rehearse.ranks import RankFailed, run_ranks
+    from megatron_rl_tools.rehearse.ranks import run_ranks
     from megatron_rl_tools.rehearse.recorder import Recorder
-    from megatron_rl_tools.rehearse.switchboard import Disagreement
+    from megatron_rl_tools.rehearse.switchboard import Disagreement, RankFailed
 
     gpu = PretendedGpu(Recorder(), 80 << 30)
     chosen = [int(rank) for rank in ranks] or list(range(WORLD_SIZE))
@@ -127,6 +127,20 @@ def faulty(kind: str) -> Any:
     return program
 
 
+def raises(world: Any) -> None:
+    """Rank 1 fails as a user's loss might; the others then wait for it, or have ended."""
+    import torch
+    from torch import distributed as dist
+
+    dist.all_reduce(torch.empty(MILLION, device="cuda"))
+    if world.rank == 1:
+        raise ValueError("loss.name: no such term")
+    dist.all_reduce(torch.empty(MILLION, device="cuda"))  # only compared: does not wait
+    if world.rank == 2:
+        objects: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(objects, world.rank)
+
+
 def crossed(world: Any) -> list[Any]:
     """Two groups of the same ranks, used in another order by rank 1; returns the events."""
     import torch
@@ -186,6 +200,7 @@ FAULTS = (
 PROGRAMS: dict[str, Any] = {
     "healthy": healthy,
     "crossed": crossed,
+    "raises": raises,
     "memory": memory,
     "values": values,
     **{kind: faulty(kind) for kind in FAULTS},

@@ -38,6 +38,8 @@ class Hardware:
     """Bytes/s of that memory; 0: not known."""
     host_link: float = 0.0
     """Bytes/s between a device and its host; 0: not known."""
+    reserve: float = 8.0 * GIB
+    """Bytes of device memory that layouts leave for CUDA, nccl and fragments."""
 
 
 # hosts: two Xeon 8480C (DGX H100, H200) with 8 channels of DDR5-4800 each, 8570 (DGX B200) with
@@ -63,7 +65,7 @@ HARDWARE = {
     ),
     # one thread of a server CPU in round numbers, without a data sheet; benchmarks/step_time.py
     # measures a row for the machine it runs on
-    "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
+    "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64, reserve=0.0),
 }
 
 

@@ -64,7 +64,8 @@ class Memory:
     activations: int
     """Kept from forward to backward."""
     routes: int
-    """Expert ids of a mini-batch's micro-batches, at the longest responses."""
+    """Expert ids of a mini-batch's micro-batches, under R2 of all mini-batches of a step, at the
+    longest responses."""
     working: int
     """The larger of two that never exist together, the LM head's tensors and those of a layer that
     runs or is recomputed; and buffers that stay.
@@ -246,15 +247,24 @@ def activation_bytes(
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """Return the largest size of expert ids on one rank of this pipeline stage.
-
-    These are the ids of one mini-batch; loss.router_shift adds those of all mini-batches of a step,
-    with a float32 for every id.
-    """
+    """Return the largest size of expert ids on one rank of this pipeline stage."""
     ids = device_route_ids(spec, cfg, world_size, pp_rank)
-    size = ids * id_bytes(spec) if cfg.needs_routes or cfg.replay.mode == "R2" else 0
+    return route_bytes(spec, cfg, ids, cfg.run.num_mini_batches)
+
+
+def route_bytes(spec: ModelSpec, cfg: Config, ids: float, mini_batches: int) -> int:
+    """Return the bytes of expert ids on a device, with so many ids in each mini-batch of a step.
+
+    The rollouts' ids are those of one mini-batch.  R2 records the ids of all mini-batches before
+    the first update; so does loss.router_shift, with a float32 for every id.
+    """
+    size = 0.0
+    if cfg.replay.mode == "R2":
+        size = ids * mini_batches * id_bytes(spec)
+    elif cfg.needs_routes:
+        size = ids * id_bytes(spec)
     if cfg.loss.switches.router_shift:
-        size += ids * cfg.run.num_mini_batches * (id_bytes(spec) + 4)
+        size += ids * mini_batches * (id_bytes(spec) + 4)
     return int(size)
 
 
@@ -265,6 +275,11 @@ def device_route_ids(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
     tokens = responses * longest / dp_size(cfg.parallel, world_size)
+    return route_ids(spec, cfg, pp_rank, tokens)
+
+
+def route_ids(spec: ModelSpec, cfg: Config, pp_rank: int, tokens: float) -> float:
+    """Return the number of ids on one rank of this pipeline stage for so many rows of a replica."""
     layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
     # context ranks, and with sequence parallelism tensor ranks, have the ids of their own rows
     shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)

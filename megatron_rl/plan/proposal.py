@@ -17,18 +17,20 @@ def with_servers(
     assumed: Assumptions,
     *,
     ranks: int | None,
+    option: str,
 ) -> Config:
     """Return `cfg` with servers of the smallest size on `devices`, unless it names servers itself.
 
     They alternate with the trainer on its GPUs if these are in one node; else they are attached.
     ranks: GPUs that train and may serve in alternation; None: servers have GPUs of their own.
+    option: the command's option that gives more devices, for messages.
     Raises ValueError if the devices are too few for one server.
     """
     rollout = cfg.rollout
     has_servers = rollout.urls or rollout.gpus or rollout.num_servers > 1
     if has_servers or rollout.weight_sync != "distributed":
         return cfg
-    server_pool = propose_servers(spec, devices, hardware, assumed)
+    server_pool = propose_servers(spec, devices, hardware, assumed, option)
     servers = DecodeModel(spec, server_pool, hardware, assumed)
     num, size = server_pool.num, server_pool.devices
     chosen: dict[str, object]

@@ -217,17 +217,18 @@ def configured_servers(
 
 
 def propose_servers(
-    spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions
+    spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions, option: str
 ) -> ServerPlan:
     """Return as many servers of the smallest size as `devices` allow.
 
-    Raises ValueError if the devices are too few for one server.
+    Raises ValueError, which names the `option` that gives more of them, if they are too few for
+    one server.
     """
     size = least_devices(spec, hardware, assumed)
     if size > devices:
         raise ValueError(
             f"{devices} x {hardware.name} cannot serve this model in 16 bits with room for a KV"
-            f" cache: a server takes {size}; give --server-gpus {size} or more"
+            f" cache: a server takes {size}; give {option} {size} or more, or a smaller model"
         )
     return ServerPlan(devices // size, size)
 

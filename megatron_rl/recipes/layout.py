@@ -16,8 +16,6 @@ from megatron_rl.plan.search import Candidate, Search
 from megatron_rl.plan.server_time import configured_servers
 from megatron_rl.plan.training_time import TrainingModel
 
-RESERVE = 8 * GIB
-"""Bytes of each GPU left for CUDA, nccl and fragments, as `megatron-rl plan` leaves."""
 NO_SERVERS: dict[str, object] = {
     "urls": [],
     "num_servers": 1,
@@ -66,14 +64,14 @@ def propose(
         **changes,
     }
     cfg, spec = load_config(config, (), step), find_spec(model)
-    cfg = with_servers(spec, cfg, gpus, hardware, assumed, ranks=gpus)
+    cfg = with_servers(spec, cfg, gpus, hardware, assumed, ranks=gpus, option="--gpus")
     if cfg.rollout.release_memory:
         tokens = min(cfg.rollout.max_total_tokens, MOST_TOKENS)
         cfg = with_rollout(cfg, max_total_tokens=tokens)
     if problems := list(length_problems(cfg, spec)):
         raise ValueError("\n".join(problems))
     trainer = TrainingModel(spec, cfg, gpus, hardware, assumed)
-    search = Search(trainer, hardware.memory - RESERVE)
+    search = Search(trainer, hardware.memory - hardware.reserve)
     if not search.candidates:
         reasons = "".join(f"\n{text}" for text in search.refusals[:3])
         raise ValueError(

@@ -146,6 +146,15 @@ def test_an_interleaved_pipeline_runs_both_chunks_of_a_rank(small):
 
 
 @pytest.mark.slow
+def test_the_expert_ids_that_were_not_rehearsed_are_known(small):
+    for item in small["interleaved"]["by_rank"].values():
+        planned = item["planned"]
+        layers, rows = SMALL["num_hidden_layers"] // 2, sum(item["rows"])
+        here = rows * layers * SMALL["num_experts_per_tok"]  # one byte for an id
+        assert planned["routes"] - planned["ids not rehearsed"] == here > 0
+
+
+@pytest.mark.slow
 def test_ranks_that_are_no_role_take_no_more_memory(small):
     memory = {rank: peak for rank, _, peak, _, _ in small["every rank"]["memory"]}
     assert memory.keys() == {0, 1, 2, 3}

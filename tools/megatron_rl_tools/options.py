@@ -66,9 +66,8 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     add(
         "--reserve-gib",
         type=gib,
-        default=8.0,
         metavar="GIB",
-        help="for CUDA, nccl and fragments; default: %(default)g",
+        help="for CUDA, nccl and fragments; default: 8, with --gpu cpu 0",
     )
     add("--gpus-per-node", type=positive, metavar="N", help="default: that of --gpu")
     add(

@@ -19,7 +19,7 @@ from megatron_rl.config import Config, dump_config, load_config
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
-from megatron_rl.plan.hardware import GIB, find_hardware, read_assumptions
+from megatron_rl.plan.hardware import GIB, Hardware, find_hardware, read_assumptions
 from megatron_rl.plan.proposal import server_options, with_servers
 from megatron_rl.plan.report_sections import gib
 from megatron_rl.plan.search import Candidate, Search
@@ -51,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         )
         ranks = None if args.server_gpus else args.gpus
         devices = args.server_gpus or args.gpus
-        cfg = with_servers(spec, cfg, devices, hardware, assumed, ranks=ranks)
+        cfg = with_servers(
+            spec, cfg, devices, hardware, assumed, ranks=ranks, option="--server-gpus"
+        )
         if problems := list(length_problems(cfg, spec)):
             raise ValueError("\n".join(problems))
+        limit = memory_limit(hardware, args.reserve_gib)
     except ValueError as error:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
-    limit = hardware.memory - args.reserve_gib * GIB
     trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
     search = Search(trainer, limit)
     layouts = search.candidates
@@ -86,6 +88,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
     return rehearse_best(layouts[:5], args) if args.rehearse else 0
+
+
+def memory_limit(hardware: Hardware, reserve_gib: float | None) -> float:
+    """Return the bytes of a GPU that a layout may fill.  Raises ValueError where none are left."""
+    reserve = hardware.reserve if reserve_gib is None else reserve_gib * GIB
+    if reserve >= hardware.memory:
+        raise ValueError(
+            f"--reserve-gib {reserve / GIB:g}: it must be below the {hardware.memory / GIB:g} GiB"
+            f" of {hardware.name} (--gpu-gib); give --reserve-gib a smaller number"
+        )
+    return hardware.memory - reserve
 
 
 def rehearse_best(layouts: list[Candidate], args: argparse.Namespace) -> int:

@@ -327,6 +327,19 @@ def test_the_router_shift_keeps_a_float_per_expert_of_every_mini_batch(config):
     assert found(*neither)[0] == 0 and found(*neither, "--loss.name", "rspo")[0] == plain * 5 * num
 
 
+def test_r2_keeps_the_recorded_ids_of_all_mini_batches_of_a_step(config):
+    """Trainer.old_logprobs records those of every mini-batch before the first update."""
+
+    def planned(mode, mini_batches):
+        cfg = config("--replay.mode", mode, "--run.num_mini_batches", str(mini_batches))
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return memory.rank_memory(spec, cfg, 4, 0).routes
+
+    # a mini-batch has a quarter of the step's rows
+    assert planned("R3", 4) * 4 == planned("R3", 1)
+    assert planned("R2", 4) == planned("R2", 1) == planned("R3", 1) > 0
+
+
 @pytest.mark.parametrize(
     ("layout", "world", "copies"),
     [

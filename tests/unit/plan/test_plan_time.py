@@ -2,6 +2,7 @@
 on its own part.
 """
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -255,10 +256,10 @@ def test_slots_are_limited_by_memory_and_the_command_line():
         ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"
     ):
         DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg)
-    assert propose_servers(spec, 64, H100, assumed) == ServerPlan(32, 2)
-    assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
-    with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
-        propose_servers(find_spec("kimi-k2"), 32, H100, assumed)
+    assert propose_servers(spec, 64, H100, assumed, "--gpus") == ServerPlan(32, 2)
+    assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed, "--gpus").devices == 64
+    with pytest.raises(ValueError, match="give --gpus 64 or more, or a smaller model"):
+        propose_servers(find_spec("kimi-k2"), 32, H100, assumed, "--gpus")
     args = ["--tp-size=4", "--mem-fraction-static", "0.7"]
     own = config(rollout={"urls": [], "num_servers": 2, "server_args": args})
     servers = configured_servers(spec, own, H100, assumed)
@@ -379,6 +380,20 @@ def test_assumptions_and_hardware_by_name():
             and row.network < row.nvlink < row.bandwidth
             and math.isfinite(row.memory)
         )
+
+
+def test_a_cpu_has_no_reserve_and_one_of_all_memory_is_refused(tmp_path, capsys):
+    sizes = dict(KNOWN["qwen3-30b-a3b"]) | {
+        "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 1024, "num_experts": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    options = ["--gpus", "2", "--gpu", "cpu", "--model", str(tmp_path)]
+    step = ["--run.max_tokens_per_micro_batch", "1024", "--rollout.max_response_tokens", "512",
+            "--data.max_prompt_tokens", "512"]  # fmt: skip
+    assert plan([*options, *step]) == 0, capsys.readouterr().err
+    assert "layouts fit in 8.00 GiB" in capsys.readouterr().out
+    assert plan([*options, *step, "--reserve-gib", "8"]) == 2
+    assert "--reserve-gib 8: it must be below the 8 GiB of CPU" in capsys.readouterr().err
 
 
 def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):

@@ -15,8 +15,9 @@ native.install_guard(library)
 from megatron_rl_tools.rehearse.compiled import as_kernel  # noqa: E402
 from megatron_rl_tools.rehearse.device import PretendedGpu  # noqa: E402
 from megatron_rl_tools.rehearse.layers import install  # noqa: E402
-from megatron_rl_tools.rehearse.ranks import RankFailed, run_ranks  # noqa: E402
+from megatron_rl_tools.rehearse.ranks import run_ranks  # noqa: E402
 from megatron_rl_tools.rehearse.recorder import Recorder  # noqa: E402
+from megatron_rl_tools.rehearse.switchboard import RankFailed  # noqa: E402
 
 recorder = Recorder()
 gpu = PretendedGpu(recorder, 80 << 30)

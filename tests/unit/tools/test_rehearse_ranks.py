@@ -60,6 +60,13 @@ def test_a_fault_is_named_with_both_ranks_and_lines(kind):
     assert text.count("rehearsed_ranks.py:") >= 2 or "has ended" in text, text
 
 
+def test_an_error_of_one_rank_is_reported_not_that_others_wait_for_it():
+    error = "ValueError: loss.name: no such term"
+    # 2 waits for rank 1, and has no result; with 0 and 1 alone no rank waits, but a call is open
+    assert rehearsed("raises", 0, 1, 2) == {"0": None, "1": error}
+    assert rehearsed("raises", 0, 1) == {"0": None, "1": error}
+
+
 def test_collectives_in_another_order_are_a_deadlock():
     results = rehearsed("crossed")
     events = {int(rank): result for rank, result in results.items()}

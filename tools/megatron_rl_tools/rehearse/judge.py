@@ -16,7 +16,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.training_time import Tokens, TrainingModel
 from megatron_rl_tools.rehearse.program import RankReport
-from megatron_rl_tools.rehearse.ranks import RankFailed
+from megatron_rl_tools.rehearse.switchboard import RankFailed
 from megatron_rl_tools.rehearse.timeline import Deadlock, Span, Timeline, phase_seconds
 
 GIB = 1 << 30
@@ -36,13 +36,19 @@ class Findings:
     slow: list[list[Any]] = field(default_factory=list)
     """[phase, text, line, times, ranks] of what only costs time or memory."""
     waits: list[list[Any]] = field(default_factory=list)
-    """[whose, phase, what, line, times] of host synchronisations of a step on one rank."""
+    """[whose, phase, what, line, times] of host synchronisations of a step, on the rank
+    that has most of them on this line."""
     copies: list[list[Any]] = field(default_factory=list)
-    """[phase, kind, line, times, bytes] of copies to the device of a step on one rank."""
+    """[phase, kind, line, times, bytes] of copies to the device of a step, on the rank that has
+    most of them on this line."""
     memory: list[list[Any]] = field(default_factory=list)
-    """[rank, phase of the peak, peak, planned, difference in percent], in bytes."""
+    """[rank, phase of an update's peak, peak, planned, difference in percent], in bytes.  Both have
+    the expert ids of all the step's micro-batches, as planned."""
+    highest: list[Any] = field(default_factory=list)
+    """[rank, phase, bytes] of the highest peak in any phase, from building the model on.  With
+    rollout.release_memory without the export, before which a run frees gradients and state."""
     lines: list[list[Any]] = field(default_factory=list)
-    """[line, bytes] alive at the highest peak of all ranks."""
+    """[line, bytes] alive at that peak."""
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Phase -> kind -> pretended seconds of the rank that is busy longest."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -79,8 +85,8 @@ def judge(
     if not reports:
         return findings, {}
     add_problems(findings, reports)
-    add_waits(findings, next(iter(reports.values())))
-    add_memory(findings, reports, hardware)
+    add_waits(findings, reports)
+    add_memory(findings, reports, cfg, hardware)
     spans: dict[int, list[Span]] = {}
     if len(reports) == len(results):
         events = {rank: report.record["events"] for rank, report in reports.items()}
@@ -117,36 +123,70 @@ def add_problems(findings: Findings, reports: Mapping[int, RankReport]) -> None:
     findings.not_known = [[what, line, count] for (what, line), count in unknown.items()]
 
 
-def add_waits(findings: Findings, report: RankReport) -> None:
-    for phase, what, line, count in report.record["syncs"]:
-        if STEADY in phase or phase in ("metrics", "export"):
-            whose = "core" if line.startswith(CORE) else "megatron_rl"
-            findings.waits.append([whose, phase, what, line, count])
+def add_waits(findings: Findings, reports: Mapping[int, RankReport]) -> None:
+    """Take, of every line, the rank that waits or copies most there."""
+    waits: Counter[tuple[str, str, str]] = Counter()
+    copies: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for report in reports.values():
+        for phase, what, line, count in report.record["syncs"]:
+            if STEADY in phase or phase in ("metrics", "export"):
+                waits[phase, what, line] = max(waits[phase, what, line], count)
+        for phase, kind, line, count, num_bytes in report.record["copies"]:
+            if STEADY in phase:
+                most = copies.get((phase, kind, line), (0, 0))
+                copies[phase, kind, line] = max(most[0], count), max(most[1], num_bytes)
+    for (phase, what, line), count in waits.items():
+        whose = "core" if line.startswith(CORE) else "megatron_rl"
+        findings.waits.append([whose, phase, what, line, count])
     findings.waits.sort(key=lambda row: (row[0] == "core", row[1], -row[4]))
-    for phase, kind, line, count, num_bytes in report.record["copies"]:
-        if STEADY in phase:
-            findings.copies.append([phase, kind, line, count, num_bytes])
+    findings.copies = [[*key, *most] for key, most in copies.items()]
     findings.copies.sort(key=lambda row: -row[4])
 
 
-def add_memory(findings: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
+def add_memory(
+    findings: Findings, reports: Mapping[int, RankReport], cfg: Config, hardware: Hardware
+) -> None:
+    """Compare the peaks of a steady update with the plan, and those of all phases with the GPU."""
     highest = 0
     for rank, report in reports.items():
-        memory = {phase: item for phase, item in report.record["memory"].items() if STEADY in phase}
-        phase = max(memory, key=lambda name: memory[name]["peak"])
-        peak = memory[phase]["peak"]
+        peaks = {
+            phase: item["peak"] + ids_not_rehearsed(report, phase)
+            for phase, item in report.record["memory"].items()
+            if phase not in not_judged(cfg)
+        }
+        phase = max((name for name in peaks if STEADY in name), key=peaks.__getitem__)
         # without activations, but with copies of a state in 16 bits
         planned = report.planned["in Adam" if phase.startswith("optimizer") else "total"]
-        findings.memory.append([rank, phase, peak, planned, 100 * (planned - peak) / peak])
-        if peak > highest:
-            highest = peak
-            places = memory[phase]["by_place"].items()
-            findings.lines = [list(item) for item in sorted(places, key=lambda item: -item[1])[:25]]
+        difference = 100 * (planned - peaks[phase]) / peaks[phase]
+        findings.memory.append([rank, phase, peaks[phase], planned, difference])
+        # of equal peaks the one of a steady update
+        worst = max(peaks, key=lambda name: (peaks[name], STEADY in name))
+        if peaks[worst] > highest:
+            highest = peaks[worst]
+            findings.highest = [rank, worst, highest]
+            places = dict(report.record["memory"][worst]["by_place"])
+            if more := ids_not_rehearsed(report, worst):
+                places["expert ids of the step's other micro-batches, by the plan"] = more
+            by_size = sorted(places.items(), key=lambda item: -item[1])
+            findings.lines = [list(item) for item in by_size[:25]]
     if highest > hardware.memory:
+        rank, phase, _ = findings.highest
         findings.errors.append(
-            f"memory: {highest / GIB:.2f} GiB at the peak, without CUDA and NCCL; a"
-            f" {hardware.name} has {hardware.memory / GIB:.1f}"
+            f"memory: {highest / GIB:.2f} GiB at the peak, on rank {rank} in {phase}, without CUDA"
+            f" and NCCL; a {hardware.name} has {hardware.memory / GIB:.1f}"
         )
+
+
+def ids_not_rehearsed(report: RankReport, phase: str) -> int:
+    """Return the bytes of expert ids that a run has beside those of the rehearsed micro-batches."""
+    return report.planned["ids not rehearsed"] if phase == f"gradient, {STEADY}" else 0
+
+
+def not_judged(cfg: Config) -> tuple[str, ...]:
+    """Return the phases whose memory is not that of a run: with rollout.release_memory a run frees
+    gradients and Adam's state before it sends weights, which the rehearsal does later.
+    """
+    return ("export",) if cfg.rollout.release_memory else ()
 
 
 def add_time(findings: Findings, spans: Mapping[int, Sequence[Span]]) -> None:

@@ -29,11 +29,14 @@ from megatron_rl.plan.grid import place
 from megatron_rl.plan.memory import (
     WORKSPACE,
     checkpoint_bytes_of_rank,
+    device_route_bytes,
     rank_memory,
+    route_bytes,
+    route_ids,
     update_bytes,
     wants_te,
 )
-from megatron_rl.records.packed import Sample
+from megatron_rl.records.packed import MiniBatch, Sample
 from megatron_rl.weights.hf.export import RankParameters, batches
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl_tools.rehearse.groups import World
@@ -57,7 +60,8 @@ class RankReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds of this process, which say nothing about a GPU."""
     planned: dict[str, int] = field(default_factory=dict)
-    """Bytes of the plan (plan/memory.py) by kind; "in Adam": at the peak of the optimizer."""
+    """Bytes of the plan (plan/memory.py) by kind; "in Adam": at the peak of the optimizer; "ids not
+    rehearsed": expert ids of the step's other micro-batches, which are part of "routes"."""
     num_parameters: int = 0
     lengths: list[int] = field(default_factory=list)
     """Tokens of each sequence of an update, on one replica."""
@@ -109,8 +113,9 @@ class Program:
         self._begin("build")
         parallel = make_parallel(cfg.parallel, device=cfg.run.device)
         engine = Engine(cfg, parallel, total_updates=10)
-        self._describe(engine, world_size)
-        self._step(engine)
+        batch = make_batch(engine, self.rehearsal.samples)
+        self._describe(engine, batch, world_size)
+        self._step(engine, batch)
         self._export(engine)
         self._checkpoint(engine)
         if cfg.rollout.release_memory:
@@ -130,31 +135,33 @@ class Program:
             self.report.seconds[self.recorder.phase] += time.monotonic()
         self.recorder.end()
 
-    def _describe(self, engine: Engine, world_size: int) -> None:
+    def _describe(self, engine: Engine, batch: MiniBatch, world_size: int) -> None:
         report = self.report
+        report.lengths = [
+            len(sequence.tokens)
+            for sample in self.rehearsal.samples
+            for sequence in sample.rollout.sequences
+        ]
+        report.tokens = [part.num_tokens for part in batch.micro_batches]
         where = (engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
         planned = rank_memory(*where)
         in_adam = planned.weights + planned.gradients + planned.optimizer + update_bytes(*where)
+        ids = route_ids(engine.spec, engine.cfg, engine.parallel.pp_rank, sum(report.tokens))
+        ids_here = route_bytes(engine.spec, engine.cfg, ids, 1)
         report.planned = {
             **dataclasses.asdict(planned),
             "total": planned.total,
             "in Adam": in_adam + WORKSPACE * wants_te(engine.cfg),
             "checkpoint": checkpoint_bytes_of_rank(*where),
+            "ids not rehearsed": max(0, device_route_bytes(*where) - ids_here),
         }
         report.num_parameters = sum(
             parameter.numel() for model in engine.models for parameter in model.parameters()
         )
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: Engine, batch: MiniBatch) -> None:
         """Two updates with their old-logprob passes: the second has Adam's state beside it."""
         mode, sums = engine.cfg.replay.mode, MetricSums()
-        batch = make_batch(engine, self.rehearsal.samples)
-        self.report.lengths = [
-            len(sequence.tokens)
-            for sample in self.rehearsal.samples
-            for sequence in sample.rollout.sequences
-        ]
-        self.report.tokens = [part.num_tokens for part in batch.micro_batches]
         for update in ("first", "second"):
             self._begin(f"old-logprob, {update}")
             old = engine.old_logprobs(batch, sums, replay=mode)

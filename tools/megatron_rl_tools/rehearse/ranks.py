@@ -6,22 +6,11 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_tools.rehearse.device import PretendedGpu
 from megatron_rl_tools.rehearse.groups import World
-from megatron_rl_tools.rehearse.switchboard import Switchboard
-
-
-@dataclass(frozen=True)
-class RankFailed:
-    """An error in one rank's program."""
-
-    rank: int
-    error: str
-    """One line: the class and its message."""
-    trace: str
+from megatron_rl_tools.rehearse.switchboard import RankFailed, Switchboard
 
 
 def run_ranks(
@@ -30,8 +19,9 @@ def run_ranks(
     """Run `program` on these ranks of a world, each in a process forked from this one.
 
     gpu: made in this process before anything that asks for CUDA was imported; each process has
-    its own copy.  Returns rank -> what the program returned, or RankFailed.  Raises
-    Disagreement (switchboard.py) where the ranks' collectives do not fit together.
+    its own copy.  Returns rank -> what the program returned, or RankFailed; without the ranks that
+    wait for one that failed.  Raises Disagreement (switchboard.py) where the ranks' collectives do
+    not fit together.
     """
     context = multiprocessing.get_context("fork")
     pipes, processes = {}, []

@@ -20,6 +20,8 @@ from megatron_rl_viewer.report_style import STYLE
 NOTE = (
     "Computed from the operations of this run on pretended GPUs; nothing was measured on a GPU."
     " Not shown: values, NCCL itself, fragmentation, CUDA's context, and what kernels assert."
+    " Seconds and MFU leave out copies between host and GPU and Adam on the host: with"
+    " optimizer_cpu_offload an update takes longer than this says."
 )
 UPDATE = (f"gradient, {STEADY}", f"optimizer, {STEADY}")
 
@@ -80,7 +82,8 @@ def summary(findings: Findings) -> Iterable[str]:
         yield (
             f"time, computed: old-logprob {old:.3f} s (planned"
             f" {findings.planned_seconds['old-logprob']:.3f}), update {update:.3f} s (planned"
-            f" {findings.planned_seconds['update']:.3f}), MFU {findings.mfu:.1%}"
+            f" {findings.planned_seconds['update']:.3f}), MFU {findings.mfu:.1%}; without copies"
+            " between host and GPU and Adam on the host"
         )
     waits = sum(row[4] for row in findings.waits if row[0] != "core")
     yield (
@@ -102,12 +105,13 @@ def page(title: str, findings: Findings) -> str:
     parts = [f"<h1>Rehearsal: {escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
     parts += errors(findings)
     parts += table(
-        "Memory at the peak of a step",
+        "Memory at the peak of an update",
         ["rank", "phase", "GiB", "planned GiB", "plan, difference"],
         [[r, p, gib(a), gib(b), f"{d:+.1f} %"] for r, p, a, b, d in findings.memory],
     )
+    where = "rank {}, {}".format(*findings.highest[:2]) if findings.highest else ""
     parts += table(
-        "What is alive at the highest peak",
+        f"What is alive at the highest peak: {where}",
         ["line", "GiB"],
         [[line, gib(size)] for line, size in findings.lines],
     )

@@ -33,16 +33,16 @@ def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> li
     """Return the tokens of every sequence, with enough of them for so many micro-batches.
 
     The first sequence of each is the longest that the configuration allows (or `longest`, in
-    tokens); shorter ones fill the rest of the micro-batch, as far as it has room for 64 tokens.
+    tokens).  More of them, the last one shorter, fill the rest of the micro-batch, as far as it has
+    room for 64 tokens.
     """
     first = longest or cfg.longest_sequence
+    lengths = [first]
     room_left = cfg.run.max_tokens_per_micro_batch - first
-    lengths = []
-    for _ in range(micro_batches):
-        lengths.append(first)
-        if room_left >= 64:
-            lengths.append(room_left)
-    return lengths
+    while room_left >= 64:
+        lengths.append(min(first, room_left))
+        room_left -= lengths[-1]
+    return micro_batches * lengths
 
 
 def invented_samples(

@@ -19,6 +19,16 @@ class Disagreement(Exception):
     """Two ranks' collectives do not fit; the message names both and both lines."""
 
 
+@dataclass(frozen=True)
+class RankFailed:
+    """An error in one rank's program."""
+
+    rank: int
+    error: str
+    """One line: the class and its message."""
+    trace: str
+
+
 @dataclass
 class Rendezvous:
     """The calls that belong together, as they arrive."""
@@ -42,7 +52,7 @@ class Switchboard:
     """Rank -> what its program returned; None where its process died."""
 
     def serve(self) -> dict[int, Any]:
-        """Answer until every rank has ended; return rank -> its result.
+        """Answer until every rank has ended, or waits for one that failed; return rank -> result.
 
         Raises Disagreement for the first calls that do not fit, and where no rank can continue.
         """
@@ -64,10 +74,17 @@ class Switchboard:
                     self.results[rank] = message[1]
                     del running[rank]
             if running and all(rank in self.waits_in for rank in running):
+                if self._has_failed():
+                    return self.results
                 raise Disagreement(self._stuck())
-        for meeting in self.open.values():
-            raise Disagreement(self._missing(meeting))
+        if not self._has_failed():
+            for meeting in self.open.values():
+                raise Disagreement(self._missing(meeting))
         return self.results
+
+    def _has_failed(self) -> bool:
+        """Return whether a rank's error is why it did not make the calls of others."""
+        return any(isinstance(result, RankFailed) for result in self.results.values())
 
     def _take(self, call: Call) -> None:
         self.last[call.rank] = call
