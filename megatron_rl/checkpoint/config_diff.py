@@ -23,8 +23,8 @@ FREE = (
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation",
     "agent.process_memory_gib", "agent.endpoint_host", "agent.pass_env", "agent.preload",
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
-    "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.weight_sync_sources", "rollout.release_memory",
-    "rollout.allow_unproven", "rollout.verify_push*",
+    "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.weight_sync_sources",
+    "rollout.release_memory", "rollout.allow_unproven", "rollout.verify_push*",
     "teachers.*.urls", "teachers.*.api_key_env", "teachers.*.gpus", "teachers.*.server_args",
     "teachers.*.release_memory",
     # how the same numbers are computed
@@ -32,8 +32,8 @@ FREE = (
     "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
     # what is measured
-    "replay.measure", "optim.measure_cosine", "replay.missing_route_budget", "optim.max_skipped_updates",
-    "rollout.parity_*",
+    "replay.measure", "replay.missing_route_budget", "optim.measure_cosine",
+    "optim.max_skipped_updates", "rollout.parity_*",
 )  # fmt: skip
 """Keys (shell patterns) that may change freely: another place, layout or order of summation of the
 same training.  data.train is only a path: the prompts are compared by their content.
