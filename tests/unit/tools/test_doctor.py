@@ -115,6 +115,15 @@ def test_unknown_gloo_interface(monkeypatch):
     assert machine.check_hostname().status == "FAIL"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert machine.check_hostname().status == "OK"
+    addresses = {"eth0": [socket.AF_INET], "eth1": [socket.AF_INET6], "down0": [socket.AF_PACKET]}
+    known = {name: [SimpleNamespace(family=kind) for kind in kinds]
+             for name, kinds in addresses.items()}  # fmt: skip
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: known)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
+    assert machine.check_hostname().status == "OK"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,down0")
+    check = machine.check_hostname()
+    assert check.status == "FAIL" and check.remedy.startswith("down0:")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +162,7 @@ def test_missing_gpus_fail_unless_an_image_is_built(monkeypatch):
     cases = [  # what torch is built for, GPUs of the driver, run.device = cuda, an image is built
         (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False,
         "FAIL"),
+        (None, 8, False, False, "FAIL"), (None, 0, True, False, "FAIL"),
         ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
     ]  # fmt: skip
     for built_for, count, required, building, status in cases:
@@ -314,7 +324,11 @@ def test_tokenizer(tmp_path):
     }
     for name, (status, what) in wrong.items():
         assert tokenizer_checks(tmp_path / name.replace(" ", "_"), **what) == good | {name: status}
-    assert tokenizer_checks(tmp_path / "two_ends", more={"eos_token_id": [1, 2]})["EOS"] == "WARN"
+    assert tokenizer_checks(tmp_path / "two_ends", more={"eos_token_id": [1, 2]})["EOS"] == "OK"
+    named = SimpleNamespace(eos_token="</s>", eos_token_id=1, pad_token=None)
+    files = {"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [1, 3]}}
+    check = model.check_eos(named, files)
+    assert check.status == "OK" and "[2, 3] end a response too" in check.found
     assert tokenizer_checks(tmp_path / "bos", template="<s>" + PLAIN, adds_bos=True)["BOS"] == "OK"
     assert (
         tokenizer_checks(tmp_path / "twice", template="<s><s>" + PLAIN, adds_bos=True)["BOS"]

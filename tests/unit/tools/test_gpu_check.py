@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl_tools.gpu_check import gpu_check, material, server_steps, speed
+from megatron_rl_tools.gpu_check import gpu_check, material, memory_steps, server_steps, speed
 from megatron_rl_tools.gpu_check.result import Findings, StepOutcome
 from megatron_rl_tools.gpu_check.step_runner import StepJob, run_job
 from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, StepPlace, job
@@ -117,6 +119,25 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     assert gpu_check.main([*arguments[:-1]]) == 0, "not possible is no failure"
 
 
+def test_no_folder_of_the_user_is_removed(tmp_path, monkeypatch, capsys):
+    """A run may have the name of a step: --out runs, and runs/demo."""
+
+    def fake(step, place):
+        code = WRITE.format(folder=place.folder / step.name, outcome=PASSED)
+        return StepJob(step.name, step.purpose, step.minutes, [sys.executable, "-c", code])
+
+    monkeypatch.setattr(gpu_check, "job", fake)
+    run_of_user = tmp_path / "demo" / "metrics.jsonl"
+    run_of_user.parent.mkdir()
+    run_of_user.write_text("{}")
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--steps", "demo"]
+    assert [gpu_check.main(arguments) for _ in range(2)] == [0, 0]
+    assert run_of_user.read_text() == "{}"
+    (tmp_path / "steps" / "demo" / "log.txt").unlink()
+    assert gpu_check.main(arguments) == 2 and "holds no log.txt" in capsys.readouterr().err
+    assert (tmp_path / "steps" / "demo" / "result.json").is_file()
+
+
 def test_findings_name_what_failed_and_what_did_not_run():
     findings = Findings(not_run=["needs TransformerEngine"])
     findings.check(True, "unused")
@@ -125,6 +146,20 @@ def test_findings_name_what_failed_and_what_did_not_run():
     assert findings.outcome == StepOutcome(
         "failed", "0.3 nats (limit 0.1); needs TransformerEngine"
     )
+
+
+@pytest.mark.parametrize("step", [memory_steps.peak, speed.speed])
+def test_a_step_that_measures_nothing_on_a_small_gpu_did_not_pass(tmp_path, monkeypatch, step):
+    """An L4 of 24 GB is too small for every variant."""
+    sizes = SimpleNamespace(total_memory=22 << 30)
+    monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: sizes)
+    spec = make_spec({**KNOWN["qwen3-30b-a3b"], "num_hidden_layers": 2})
+    for module in (memory_steps, speed):
+        monkeypatch.setattr(module, "real_layers", lambda *_: (tmp_path, spec))
+    monkeypatch.setattr(speed, "uses_te", lambda cfg: True)
+    outcome = step(StepPlace("cuda", tmp_path, False, Path(sys.executable)))
+    assert (outcome.verdict, outcome.figures) == ("not possible", {})
+    assert outcome.reason.count(" of 22 GiB") >= 2
 
 
 def test_every_step_has_a_function_and_a_limit(tmp_path):

@@ -129,10 +129,14 @@ def check_hostname() -> Check:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         known = psutil.net_if_addrs()
-        remedy = f"no such interface: use one of {', '.join(known)}"
-        return fail_if(
-            interface not in known, "gloo interface", f"GLOO_SOCKET_IFNAME = {interface}", remedy
-        )
+        usable = [
+            name
+            for name, addresses in known.items()
+            if any(item.family in (socket.AF_INET, socket.AF_INET6) for item in addresses)
+        ]
+        wrong = [name for name in interface.split(",") if name not in usable]
+        remedy = f"{', '.join(wrong)}: no interface with an address: use of {', '.join(usable)}"
+        return fail_if(bool(wrong), "gloo interface", f"GLOO_SOCKET_IFNAME = {interface}", remedy)
     name = socket.gethostname()
     try:
         return Check("OK", "host name", f"{name} = {socket.gethostbyname(name)}")
@@ -189,6 +193,12 @@ def check_visible_gpus(*, required: bool, building: bool) -> list[Check]:
         remedy = "make install, or repair the container's torch"
         return [Check("FAIL", "GPU", f"torch cannot be imported: {error}", remedy)]
     built_for = torch.version.cuda
+    if not built_for and not building and (required or count_gpus() > 0):
+        result = f"torch {torch.__version__} is a CPU build: it uses no GPU"
+        remedy = (
+            "install torch for CUDA (docs/install.md), or set run.device = cpu and hide the GPUs"
+        )
+        return [Check("FAIL", "GPU", result, remedy)]
     if not built_for:
         return [Check("OK", "GPU", "none: trains and serves on the CPU (run.device = auto or cpu)")]
     if not torch.cuda.is_available():

@@ -124,24 +124,22 @@ def check_tokenizer(cfg: Config) -> list[Check]:
 
 
 def check_eos(tokenizer: PreTrainedTokenizerBase, files: dict[str, Json]) -> Check:
-    """Check that the tokenizer's EOS, which ends a response, is the EOS of the model's files."""
+    """Check that the model's files name the tokenizer's EOS; servers end a response at it and at
+    every EOS of these files.
+    """
     eos = tokenizer.eos_token_id
     pad = "" if tokenizer.pad_token is None else f", pad {tokenizer.pad_token!r}"
     result = f"{tokenizer.eos_token!r} = {eos}{pad}"
-    for name, content in files.items():
-        theirs = content.get("eos_token_id")
-        ids = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
-        if ids and eos not in ids:
-            remedy = (
-                "a response would not end where the model ends it: correct eos_token in"
-                " tokenizer_config.json"
-            )
-            return Check("FAIL", "EOS", f"{result}; {name}: {theirs}", remedy)
-        if len(ids) > 1:
-            more = [token for token in ids if token != eos]
-            remedy = "those end no response here: check that samples end"
-            return Check("WARN", "EOS", f"{result}; {name} has {more} too", remedy)
-    return Check("OK", "EOS", result)
+    ids = list[int]()
+    for content in files.values():
+        value = content.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if ids and eos not in ids:
+        remedy = "no file of the model ends there: correct eos_token in tokenizer_config.json"
+        names = " and ".join(files)
+        return Check("FAIL", "EOS", f"{result}; {names}: {sorted(set(ids))}", remedy)
+    more = sorted(set(ids) - {eos})
+    return Check("OK", "EOS", f"{result}; {more} end a response too" if more else result)
 
 
 def check_bos(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:

@@ -18,8 +18,11 @@ from megatron_rl.config.device_limits import Device
 from megatron_rl_tools.doctor.check_packages import installed_versions
 from megatron_rl_tools.gpu_check.options import parse
 from megatron_rl_tools.gpu_check.results_page import totals, write_results
-from megatron_rl_tools.gpu_check.step_runner import StepReport, run_job
+from megatron_rl_tools.gpu_check.step_runner import StepReport, check_is_ours, run_job
 from megatron_rl_tools.gpu_check.steps import STEPS, CheckStep, StepPlace, job
+
+FOLDER = "steps"
+"""Folder of the steps' folders in --out: a step's name, as `demo`, may be a run of the user."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,11 +34,18 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
     place = StepPlace(
-        args.device, args.out.resolve(), args.quick, args.server_python, args.rehearsal
+        args.device, args.out.resolve() / FOLDER, args.quick, args.server_python, args.rehearsal
     )
     chosen = [step for step in STEPS if step.name in args.steps] if args.steps else list(STEPS)
+    try:
+        for step in chosen:
+            if (place.folder / step.name).exists():
+                check_is_ours(place.folder / step.name)
+    except ValueError as error:
+        print(f"megatron-rl gpu-check: --out {args.out}: {error}", file=sys.stderr)
+        return 2
+    place.folder.mkdir(parents=True, exist_ok=True)
     reports = run_steps(chosen, place, machine(args.device))
     print(f"{totals(reports)}: {args.out / 'report.md'}")
     return 1 if any(report.outcome.verdict == "failed" for report in reports) else 0
@@ -49,7 +59,7 @@ def run_steps(
         print(f"{step.name:<15}{step.purpose} At most {step.minutes:g} min ...", flush=True)
         report = run_job(job(step, place), place.folder)
         reports.append(report)
-        write_results(place.folder, facts, reports)
+        write_results(place.folder.parent, facts, reports)
         reason = f": {report.outcome.reason}" if report.outcome.reason else ""
         print(f"{'':<15}{report.outcome.verdict} in {report.seconds:.0f} s{reason}", flush=True)
     return reports

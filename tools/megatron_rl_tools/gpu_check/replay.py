@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.checkpoint.state import adam_step, inner_optimizers
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.optim import torch_optimizers
 from megatron_rl_tools.convert.convert_hf import convert
 from megatron_rl_tools.gpu_check.material import (
     QWEN3_MOE,
@@ -81,7 +85,7 @@ def checkpoint(place: StepPlace) -> StepOutcome:
     samples = check_samples(spec, (50, 90, 120))
     with engine_of(cfg) as engine:
         step(engine, check_batch(engine, samples), "R3")
-        saved = weights(engine)
+        saved, moments = weights(engine), optimizer_state(engine)
         findings.figures |= save(engine, place, findings)
         step(engine, check_batch(engine, samples), "R3")
         continued = weights(engine)
@@ -91,11 +95,14 @@ def checkpoint(place: StepPlace) -> StepOutcome:
         Checkpointer(engine, place.folder / "checkpoints").load(folder)
         is_same = are_same(weights(engine), saved)
         findings.check(is_same, "the loaded weights are not the saved ones")
+        is_same = are_same(optimizer_state(engine), moments)
+        findings.check(is_same, "the loaded optimizer state is not the saved one")
         step(engine, check_batch(engine, samples), "R3")
         resumed = weights(engine)
-    difference = max(
-        float((resumed[name] - tensor).abs().max()) for name, tensor in continued.items()
-    )
+    # torch's max keeps NaN, Python's may not
+    differences = [(resumed[name] - tensor).abs().max() for name, tensor in continued.items()]
+    difference = float(torch.stack(differences).max())
+    findings.check(math.isfinite(difference), "weights after the second update are not finite")
     findings.figures["largest difference after the second update"] = difference
     if place.device == "cpu":  # on a GPU atomics add gradients in any order
         findings.check(
@@ -136,6 +143,22 @@ def save(engine: Engine, place: StepPlace, findings: Findings) -> dict[str, Figu
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
     """Return HF name -> a copy on the host."""
     return {name: tensor.cpu().clone() for name, tensor in engine.export() if tensor is not None}
+
+
+def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return a copy on the host of every tensor of the optimizers, by position and name."""
+    state = {"step": torch.tensor(adam_step(engine))}
+    for number, optimizer in enumerate(inner_optimizers(engine)):
+        parts = torch_optimizers(optimizer.optimizer) if optimizer.optimizer is not None else []
+        for part_number, part in enumerate(parts):
+            parameters = [tensor for group in part.param_groups for tensor in group["params"]]
+            for index, parameter in enumerate(parameters):
+                place = f"{number}.{part_number}.{index}"
+                state[place] = parameter.detach().cpu().clone()
+                for name, value in part.state[parameter].items():
+                    if isinstance(value, torch.Tensor):
+                        state[f"{place}.{name}"] = value.detach().cpu().clone()
+    return state
 
 
 def are_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -25,17 +25,22 @@ class Findings:
 
     figures: dict[str, Figure] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    checks: int = 0
+    """Number of checks that were made."""
     not_run: list[str] = field(default_factory=list)
     """Parts that cannot run here, with the reason."""
 
     def check(self, passed: bool, problem: str) -> None:
-        """Note `problem` unless `passed`."""
+        """Count a check, and note `problem` unless `passed`."""
+        self.checks += 1
         if not passed:
             self.problems.append(problem)
 
     @property
     def outcome(self) -> StepOutcome:
         verdict: Verdict = "failed" if self.problems else "passed"
+        if self.not_run and not self.checks:
+            verdict = "not possible"
         return StepOutcome(verdict, "; ".join([*self.problems, *self.not_run]), self.figures)
 
 

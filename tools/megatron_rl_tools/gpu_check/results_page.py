@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl_tools.gpu_check.result import Figure
 from megatron_rl_tools.gpu_check.step_runner import StepReport
 
-SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt of each step."
+SEND_BACK = "Send back the complete folder: this page, results.json, and steps/*/log.txt."
 
 
 def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[StepReport]) -> None:

@@ -54,9 +54,14 @@ class StepReport:
 
 
 def run_job(job: StepJob, folder: Path) -> StepReport:
-    """Run the job in folder/name, which is emptied first.  Its processes have ended on return."""
+    """Run the job in folder/name, which is emptied first.  Its processes have ended on return.
+
+    Raises ValueError where folder/name is not the folder of an earlier run.
+    """
     place = folder / job.name
-    shutil.rmtree(place, ignore_errors=True)
+    if place.exists():
+        check_is_ours(place)
+        shutil.rmtree(place)
     place.mkdir(parents=True)
     environ = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     start = time.monotonic()
@@ -81,6 +86,14 @@ def run_job(job: StepJob, folder: Path) -> StepReport:
     return StepReport(
         job.name, job.purpose, job.minutes, time.monotonic() - start, judge(job, place, status)
     )
+
+
+def check_is_ours(place: Path) -> None:
+    """Raise ValueError unless a step was run in this folder, which would be removed."""
+    if not (place / LOG).is_file():
+        raise ValueError(
+            f"{place} exists and holds no {LOG}: a step would replace it; give another --out"
+        )
 
 
 def judge(job: StepJob, place: Path, status: int | None) -> StepOutcome:
