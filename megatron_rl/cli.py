@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     if name not in commands.installed():
         print(f"megatron-rl: {why_not(name)}", file=sys.stderr)
         return BAD_ARGUMENTS
+    # `python -m` looks there for the user's modules, a console script in its bin folder
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     sys.argv = [f"megatron-rl {name}", *arguments]  # argparse takes the program's name from it
     return commands.load(name)() or 0
 

@@ -77,6 +77,17 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     return changed
 
 
+def check_steps(finished: int, cfg: Config, where: object) -> None:
+    """Raise ValueError for a checkpoint with more finished steps than run.num_steps: the run would
+    end at once, and save these weights as those of an earlier step.
+    """
+    if finished > cfg.run.num_steps:
+        raise ValueError(
+            f"run.num_steps = {cfg.run.num_steps}: {where} has {finished} finished steps; raise it"
+            " to at least that, or choose another checkpoint by checkpoint.load"
+        )
+
+
 def matters(changed: Sequence[str], cfg: Config) -> list[str]:
     """Return those of the changed keys that matter for what is trained."""
     free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]

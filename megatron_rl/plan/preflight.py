@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.checkpoint.config_diff import check_changes
+from megatron_rl.checkpoint.config_diff import check_changes, check_steps
 from megatron_rl.checkpoint.folder import STATE, choose_checkpoint
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_python
@@ -279,13 +279,15 @@ def server_problems(cfg: Config, vocab_size: int) -> Iterator[str]:
 
 
 def resume_problems(cfg: Config) -> Iterator[str]:
-    """Yield why a run cannot be resumed: there is no checkpoint although one is required, or its
-    settings differ.
+    """Yield why a run cannot be resumed: there is no checkpoint although one is required, its
+    settings differ, or it has too many finished steps.
     """
     try:
         path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
         if path is not None:
-            check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
+            state = json.loads((Path(path) / STATE).read_text())
+            check_changes(state["config"], cfg, path)
+            check_steps(state["step"], cfg, path)
     except OSError as error:
         yield (
             f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with"
@@ -296,5 +298,5 @@ def resume_problems(cfg: Config) -> Iterator[str]:
             f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with"
             " checkpoint.load"
         )
-    except ValueError as error:  # of check_changes and choose_checkpoint, with a complete message
+    except ValueError as error:  # of the checks above, with a complete message
         yield str(error)

@@ -19,6 +19,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
+from megatron_rl.checkpoint.config_diff import check_steps
+from megatron_rl.checkpoint.folder import choose_checkpoint, read_state
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.checkpoint.state import make_moments
@@ -297,8 +299,9 @@ def make_reporter(
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     """Raise ValueError for a run that cannot start here.
 
-    Collective: rank 0 checks the GPUs.
+    Collective: rank 0 checks the checkpoint to continue from, and the GPUs.
     """
+    from_rank_0(lambda: check_checkpoint(cfg))
     check_can_release(cfg, parallel.device.type)
     spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
@@ -309,6 +312,14 @@ def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
 
     if parallel.device.type == "cuda":
         from_rank_0(check)
+
+
+def check_checkpoint(cfg: Config) -> None:
+    """Raise ValueError where a required checkpoint is missing, or has too many finished steps."""
+    path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
+    if path is not None:
+        # loading it reports a state without this key
+        check_steps(read_state(Path(path)).get("step", 0), cfg, path)
 
 
 def this_machine(parallel: Parallel) -> Machine:
@@ -345,19 +356,10 @@ class StartPoint(NamedTuple):
 def resume(
     cfg: Config, policy: CheckpointPolicy, source: RolloutSource, console: Console
 ) -> StartPoint:
-    """Continue from a checkpoint, as [checkpoint] says.
-
-    Raises ValueError where it has more finished steps than run.num_steps: the run would end at
-    once, and save these weights as those of an earlier step.
-    """
+    """Continue from a checkpoint, as [checkpoint] says."""
     restored = policy.resume()
     if restored is None:
         return StartPoint()
-    if restored.step > cfg.run.num_steps:
-        raise ValueError(
-            f"run.num_steps = {cfg.run.num_steps}: {restored.path} has {restored.step} finished"
-            " steps; raise it to at least that, or choose another checkpoint by checkpoint.load"
-        )
     lines = source.restore(restored.progress, restored.path, restored.accepted)
     log_lines(console, [*restored.lines, *lines])
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()

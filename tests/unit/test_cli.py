@@ -3,6 +3,7 @@ explained.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -269,3 +270,25 @@ def test_a_dry_run_is_a_command_and_an_option(tmp_path):
     ]
     assert [done.returncode for done in outputs] == [0, 0], outputs[0].stderr
     assert outputs[0].stdout == outputs[1].stdout and "dtype bfloat16" in outputs[0].stdout
+
+
+def test_the_console_script_finds_modules_of_the_working_directory(tmp_path):
+    scripts, project = tmp_path / "bin", tmp_path / "project"
+    scripts.mkdir()
+    project.mkdir()
+    (project / "reward.py").write_text("def fine(prompt, response, label): ...\n")
+    script = scripts / "megatron-rl"
+    # as pip writes it; `settings` is replaced by an import, which takes no time
+    script.write_text(
+        "import sys\nfrom megatron_rl import cli, commands\n"
+        "commands.load = lambda name: lambda: print(__import__('reward').__file__)\n"
+        "sys.exit(cli.main())\n"
+    )
+    run = subprocess.run(
+        [sys.executable, script, "settings"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == str(project / "reward.py"), run.stderr

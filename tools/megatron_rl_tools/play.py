@@ -11,6 +11,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -21,6 +22,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompt_files import eval_file, train_files
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.reward.failures import RewardError
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import EpisodeRunner, make_runner
 from megatron_rl.rollout.client.call import Call, GroupCancelled
@@ -113,11 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         patient = {"episode_timeout_seconds": DAY, "on_error": "stop"}
         cfg = cfg.model_copy(update={"agent": cfg.agent.model_copy(update=patient)})
         runner = make_runner(cfg, tokenizer, served_model(cfg.model.path).vocab_size)
-    except (ValueError, OSError) as error:
+        workers = ExitStack()
+        pool = workers.enter_context(RewardPool(cfg.reward, hidden_env=cfg.key_variables))
+    except (ValueError, OSError, RewardError) as error:
         print(f"megatron-rl play: {error}", file=sys.stderr)
         return 2
     print(HELP)
-    with RewardPool(cfg.reward, hidden_env=cfg.key_variables) as pool:
+    with workers:
         for prompt in prompts[args.first - 1 :]:
             try:
                 rollout = asyncio.run(play(cfg, runner, tokenizer, prompt))

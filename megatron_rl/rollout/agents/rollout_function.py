@@ -58,7 +58,8 @@ def load_function(
         loaded = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME"
+            f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME; modules are"
+            f" looked for in {os.getcwd()}, PYTHONPATH and installed packages"
         ) from error
     if cfg.environment:
         assert not isinstance(processes, ProgramProcesses)

@@ -68,7 +68,7 @@ def here(tmp_path_factory):
     ):
         (folder / f"runs/{name}/checkpoints/step_000001").mkdir(parents=True)
         (folder / f"runs/{name}/checkpoints/step_000001/state.json").write_text(
-            json.dumps({"config": config})
+            json.dumps({"config": config, "step": 3})
         )
     (folder / "good.toml").write_text('[model]\npath = "moe"\n[data]\ntrain = "train.jsonl"\n')
     before = Path.cwd()
@@ -717,6 +717,12 @@ FILES = [
         "started/checkpoints/step_000001 was made with other settings",
         "optim.lr: 1e-06 -> 0.5",
         "--checkpoint.allow_changes optim.lr",
+    ),
+    (
+        "--run.name started --run.num_steps 2",
+        "run.num_steps = 2",
+        "started/checkpoints/step_000001 has 3 finished steps",
+        "raise it to at least that",
     ),
     (
         "--run.name damaged",

@@ -103,6 +103,7 @@ class Broken:
         (["--set", "nope"], 2, "--set nope: must be one of held, train"),
         (["--first", "9"], 2, "--first 9: must be from 1 to 2"),
         (["--agent.environment", "nowhere:Board"], 2, "agent.environment = 'nowhere:Board' cannot"),
+        (["--reward.function", "nowhere:reward"], 2, "megatron-rl play: reward.function"),
         (["--agent.environment", f"{__name__}:Broken"], 1, "RuntimeError: no board"),
     ],
 )
