@@ -265,3 +265,26 @@ def test_what_only_the_trainers_dtype_rounds_is_not_another_version(tmp_path):
     exported["model.layers.1.input_layernorm.weight"] += 1
     found = weights.compare_weights(trainer, [theirs], torch.float32, tmp_path)
     assert set(found.wrong) == {"model.layers.1.input_layernorm.weight"}
+
+
+def explained(sections: dict[str, dict[str, object]]):
+    values = {"model": {"path": "/nowhere"}, "data": {"train": "unused"}}
+    for name, keys in sections.items():
+        values[name] = {**values.get(name, {}), **keys}
+    args = Namespace(
+        model=Path("/nowhere"), device="cpu", dtype=None, config=None, temperature=None
+    )
+    base = load_config(None, [], values)
+    return explain_mismatch.explain_config(args, longest=100, base=base)
+
+
+def test_the_trainer_packs_rows_although_the_run_pads_them():
+    """The live choices are read from packed rows."""
+    cfg = explained({"model": {"batch_format": "bshd", "layer_spec": "local"}})
+    assert cfg.model.batch_format == "thd" and cfg.model.layer_spec == "local"
+
+
+def test_a_run_with_single_responses_can_be_explained():
+    sections = {"run": {"group_size": 1}, "advantage": {"kind": "batch_whitened"}}
+    cfg = explained(sections)
+    assert cfg.run.device == "cpu" and cfg.run.max_tokens_per_micro_batch == 1024

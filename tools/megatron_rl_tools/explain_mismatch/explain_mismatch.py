@@ -193,6 +193,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
         values = load_config(args.config).model_dump(mode="json", exclude_unset=True)
     for name, keys in sections.items():
         values[name] = keys if name in ("parallel", "replay") else {**values.get(name, {}), **keys}
+    # RouterScores reads packed rows
+    values["model"] = {**values["model"], "batch_format": "thd"}
+    values["run"] = {key: values["run"][key] for key in KEPT_OF_RUN}
     values["rollout"] = {
         key: value for key, value in values.get("rollout", {}).items() if key in KEPT_OF_ROLLOUT
     }
@@ -202,6 +205,8 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
 
 USED = ("model", "parallel", "replay", "run", "data", "rollout", "megatron")
 """Sections of a configuration that the trainer of this command reads."""
+KEPT_OF_RUN = ("device", "max_tokens_per_micro_batch")
+"""Keys of [run] that this command uses.  The others need sections that are left out."""
 KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow_unproven")
 """Keys of [rollout] that this command uses.  The others start servers, and some require others."""
 
