@@ -302,7 +302,8 @@ def make_bundle(folder: Path, *, update: int, loss: str = "grpo", **header: obje
     (folder / "weights").mkdir(parents=True)
     (folder / "weights/config.json").write_text("{}")
     base = {"model": {"path": "/nowhere"}, "data": {"train": "unused"}, "loss": {"name": loss}}
-    base |= {"run": {"group_size": 1}} if loss == "sft" else {}
+    if loss == "sft":
+        base |= {"run": {"group_size": 1}, "replay": {"mode": "none", "measure": False}}
     keys = dict.fromkeys(Header.__required_keys__) | {
         "version": VERSION, "step": 1, "update": update, "weights": "weights", "replicas": 1,
         "ranks": 1, "config": base | {"rollout": {"dtype": "float32"}},
@@ -365,3 +366,24 @@ def test_a_page_that_fails_loses_no_result(tmp_path, monkeypatch, capsys):
     assert main([str(run), "--output", str(tmp_path / "page.html")]) == 2
     shown = capsys.readouterr()
     assert history.NO_BEGINNING in shown.out and "No space left on device" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("mode", "differences", "names"),
+    [
+        ("none", [4e-3] * 6 + [5e-2] * 6, ["began"]),  # experts agree as before
+        ("R3", [4e-3] * 6 + [5e-2] * 6, ["not_replayed"]),
+        ("R3", [4e-3] * 12, ["not_replayed"]),  # from the first step on
+        ("none", [4e-3] * 12, []),
+    ],
+)
+def test_replay_is_accused_under_r3_alone(mode, differences, names, tmp_path):
+    run = make_run(
+        tmp_path / "run",
+        differences,
+        routing__replayed_mismatch=[0.3] * 12,
+        routing__router_mismatch=[0.002] * 12,
+    )
+    with open(run / "config.toml", "a") as file:
+        file.write(f'[replay]\nmode = "{mode}"\n')
+    assert [each.name for each in history.read_history(run).verdicts] == names
