@@ -463,3 +463,26 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
 def test_bad_input_names_the_option_and_what_to_do(options, message, capsys):
     assert main(options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("side", ["trainer", "server"])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_logprob_that_is_not_finite_is_a_proof_against_its_side(side, all_of_them, tmp_path):
+    rollouts, halves = sequences(2)
+    broken = rollouts[0].rollout_logprobs.copy()
+    broken[: None if all_of_them else 1] = math.nan
+    if side == "trainer":
+        halves = [replace(half, logprobs=broken) for half in halves]
+    else:
+        rollouts = [replace(each, rollout_logprobs=broken) for each in rollouts]
+    mu, pi = [r.rollout_logprobs for r in rollouts], [half.logprobs for half in halves]
+    found = Evidence(HEALTHY) | ev.logprob_evidence(rollouts, halves)
+    found = Evidence(found | ev.position_evidence(rollouts, halves, [4]))
+    found |= {"diff.live": ev.difference(mu, pi), "kl.live": ev.kl(mu, pi)}
+    assert math.isnan(found["kl.live"]) == all_of_them == math.isnan(found["diff.live"])
+    verdicts = verdicts_of(found)
+    assert f"{side}_not_finite" in [each.name for each in verdicts]
+    rungs = (Rung("as they are", "", found["kl.live"], found["diff.live"], 0.0),)
+    sizes = np.abs(np.concatenate(mu) - np.concatenate(pi))
+    explanation = Explanation(found, tuple(verdicts), rungs, (), np.arange(len(sizes)), sizes)
+    assert "not finite" in write_page(tmp_path / "x.html", explanation, None, title="x").read_text()

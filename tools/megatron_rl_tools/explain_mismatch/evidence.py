@@ -7,6 +7,7 @@ Shapes: N rows, R sampled tokens, S tokens, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,19 +39,43 @@ class Evidence(dict[str, Value]):
 
 
 def kl(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """Return k3 of KL(mu, pi) over the sampled tokens of all sequences, in nats."""
+    """Return k3 of KL(mu, pi) over the sampled tokens of all sequences, in nats.
+
+    NaN if no log-ratio is finite.
+    """
     d = log_ratios(mu, pi).clip(-MOST_NATS, MOST_NATS)
-    return float(np.mean(np.expm1(d) - d))
+    return float(np.mean(np.expm1(d) - d)) if len(d) else math.nan
 
 
 def difference(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """Return the mean of |log mu - log pi|, in nats."""
-    return float(np.mean(np.abs(log_ratios(mu, pi))))
+    """Return the mean of |log mu - log pi|, in nats; NaN if none is finite."""
+    d = log_ratios(mu, pi)
+    return float(np.mean(np.abs(d))) if len(d) else math.nan
 
 
 def log_ratios(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> np.ndarray:
-    """Return log pi - log mu of the sampled tokens of all sequences, float64 [sum of R]."""
-    return np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)])
+    """Return log pi - log mu of the sampled tokens of all sequences, float64 [sum of R] without
+    those that are not finite, which finite_evidence counts.
+    """
+    both = zip(mu, pi, strict=True)
+    ratios = np.concatenate([p.astype(np.float64) - m for m, p in both])
+    return ratios[np.isfinite(ratios)]
+
+
+def finite_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
+    """Count the log-probs that are not finite, of each side."""
+
+    def count(values: list[np.ndarray]) -> float:
+        return float(sum((~np.isfinite(part)).sum() for part in values))
+
+    evidence = Evidence()
+    evidence.add(
+        "not_finite",
+        server=count([rollout.rollout_logprobs for rollout in rollouts]),
+        trainer=count([half.logprobs for half in halves]),
+        tokens=float(sum(len(half.logprobs) for half in halves)),
+    )
+    return evidence
 
 
 def overlap(served: np.ndarray, trained: np.ndarray) -> float:
@@ -151,7 +176,7 @@ def foreign_evidence(known: Sequence[tuple[np.ndarray, np.ndarray]]) -> Evidence
 
 def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
     """Test whether the server's log-probs belong to these tokens, or to their neighbours."""
-    evidence = Evidence()
+    evidence = finite_evidence(rollouts, halves)
     scores = {}
     for shift in range(-LONGEST_SHIFT, LONGEST_SHIFT + 1):
         ours = [
@@ -228,7 +253,11 @@ def position_evidence(
     places = np.concatenate([r.sampled - 1 for r in rollouts])
     pairs = zip(rollouts, halves, strict=True)
     sizes = np.abs(np.concatenate([r.rollout_logprobs - half.logprobs for r, half in pairs]))
+    finite = np.isfinite(sizes)
+    places, sizes = places[finite], sizes[finite]
     evidence = Evidence()
+    if not len(sizes):
+        return evidence
     early, late = places <= np.quantile(places, 0.3), places >= np.quantile(places, 0.7)
     if early.any() and late.any() and sizes[early].mean() > 0:
         evidence.add("position", growth=float(sizes[late].mean() / sizes[early].mean()))

@@ -33,6 +33,7 @@ from megatron_rl_tools.explain_mismatch.token_inputs import (
 )
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
 from megatron_rl_tools.explain_mismatch.verdicts import (
+    NOT_FINITE,
     PROOF,
     SYMPTOM,
     Verdict,
@@ -59,6 +60,7 @@ before, and that median plus SPREADS x its spread; as many steps must precede.""
 NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
 
 RULES: tuple[VerdictRule, ...] = (
+    *NOT_FINITE,
     VerdictRule(
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
         "{history.since}the server's routes are those of other rows: row j has the experts of "
@@ -75,7 +77,7 @@ RULES: tuple[VerdictRule, ...] = (
         "not_replayed", PROOF, ("r3.replayed_mismatch > 0",),
         "{r3.replayed_mismatch:.2%} of the experts used in training are not the rollout's, "
         "although replay.mode = R3",
-        "replay.mode", "R3 is set and has no effect: check the layout with megatron-rl verify-replay",
+        "replay.mode", "check its layout: megatron-rl verify-replay",
     ),
     VerdictRule(
         "age", PROOF,
