@@ -17,6 +17,8 @@ from megatron_rl_tools.explain_mismatch.trainer_side import Half
 
 Value = float | str
 LONGEST_SHIFT = 2
+NO_ROUTE = -1
+"""The expert ids of a row without a route (Rollout.missing_routes)."""
 MOST_NATS = 20.0
 """Bound of a log-ratio's absolute value: without it, one token of a wrong model decides the KL."""
 
@@ -79,13 +81,31 @@ def finite_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evid
 
 
 def overlap(served: np.ndarray, trained: np.ndarray) -> float:
-    """Return the mean share of the K experts that are in both; served, trained: [N, L, K]."""
-    return float((served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).mean())
+    """Return the mean share of the K experts that are in both; served, trained: [N, L, K].
+
+    Rows without a route do not count; 0 if no row has one.
+    """
+    same = (served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1)
+    same = same[(served != NO_ROUTE).all((1, 2))]
+    return float(same.mean()) if same.size else 0.0
 
 
 def flips(served: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Return where the sets of experts differ, bool [N, L]."""
-    return ~(served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).all(-1)
+    """Return where the sets of experts differ, bool [N, L]; rows without a route do not."""
+    same = (served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).all(-1)
+    return ~same & (served != NO_ROUTE).all(-1)
+
+
+def served_routes(rollout: Rollout) -> np.ndarray | None:
+    """Return the server's experts, int64 [S - 1, L, K], with NO_ROUTE in rows without a route; None
+    if no row has one.
+    """
+    if rollout.routed_experts is None:
+        return None
+    ids, missing = rollout.routed_experts.astype(np.int64), rollout.missing_routes
+    if missing is None:
+        return ids
+    return None if missing.all() else np.where(missing[:, None, None], NO_ROUTE, ids)
 
 
 def shifted_overlap(served: np.ndarray, trained: np.ndarray, shift: int) -> float:
@@ -102,7 +122,7 @@ def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evide
     """
     evidence = Evidence()
     pairs = [
-        (rollout.routed_experts, half.routes)
+        (served_routes(rollout), half.routes)
         for rollout, half in zip(rollouts, halves, strict=True)
     ]
     known = [(served, live) for served, live in pairs if served is not None and live.shape[1]]
@@ -207,15 +227,17 @@ def flip_evidence(
     """
     evidence, table = Evidence(), list[dict[str, float]]()
     known = [
-        (rollout.routed_experts, half)
+        (served, half)
         for rollout, half in zip(rollouts, halves, strict=True)
-        if rollout.routed_experts is not None and half.routes.shape[1]
+        if (served := served_routes(rollout)) is not None and half.routes.shape[1]
     ]
+    has_route = np.concatenate([(ids != NO_ROUTE).all((1, 2)) for ids, _ in known] or [[]]) == 1
     # the layers below are replayed, so a flip is this layer's and not an effect of theirs
     for layer in range(num_layers if known else 0):
         flipped = np.concatenate([flips(served, half.routes)[:, layer] for served, half in known])
+        flipped = flipped[has_route]
         gap, margin = (
-            np.concatenate([getattr(h, name)[:, layer] for _, h in known])
+            np.concatenate([getattr(h, name)[:, layer] for _, h in known])[has_route]
             for name in ("gap", "margin")
         )
         usual = float(np.median(margin))
