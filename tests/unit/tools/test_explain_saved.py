@@ -347,7 +347,7 @@ def test_a_run_that_began_with_an_adapter_needs_merged_weights(tmp_path):
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
     def fail(folder: Path) -> None:
-        raise AssertionError("the work has begun")
+        raise AssertionError("it reads the run")
 
     run = make_run(tmp_path / "run", [1e-4] * 4)
     (tmp_path / "file").write_text("")
