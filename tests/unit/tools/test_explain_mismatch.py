@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from megatron_rl.models.spec import RouterKind
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.explain_mismatch import evidence as ev
-from megatron_rl_tools.explain_mismatch import history, weights
+from megatron_rl_tools.explain_mismatch import history, trainer_side, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
@@ -463,3 +464,76 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
 def test_bad_input_names_the_option_and_what_to_do(options, message, capsys):
     assert main(options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("side", ["trainer", "server"])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_logprob_that_is_not_finite_is_a_proof_against_its_side(side, all_of_them, tmp_path):
+    rollouts, halves = sequences(2)
+    broken = rollouts[0].rollout_logprobs.copy()
+    broken[: None if all_of_them else 1] = math.nan
+    if side == "trainer":
+        halves = [replace(half, logprobs=broken) for half in halves]
+    else:
+        rollouts = [replace(each, rollout_logprobs=broken) for each in rollouts]
+    mu, pi = [r.rollout_logprobs for r in rollouts], [half.logprobs for half in halves]
+    found = Evidence(HEALTHY) | ev.logprob_evidence(rollouts, halves)
+    found = Evidence(found | ev.position_evidence(rollouts, halves, [4]))
+    found |= {"diff.live": ev.difference(mu, pi), "kl.live": ev.kl(mu, pi)}
+    assert math.isnan(found["kl.live"]) == all_of_them == math.isnan(found["diff.live"])
+    verdicts = verdicts_of(found)
+    assert f"{side}_not_finite" in [each.name for each in verdicts]
+    rungs = (Rung("as they are", "", found["kl.live"], found["diff.live"], 0.0),)
+    sizes = np.abs(np.concatenate(mu) - np.concatenate(pi))
+    explanation = Explanation(found, tuple(verdicts), rungs, (), np.arange(len(sizes)), sizes)
+    assert "not finite" in write_page(tmp_path / "x.html", explanation, None, title="x").read_text()
+
+
+def without_some_routes(rollouts: list[Rollout], halves: list[Half]) -> list[Rollout]:
+    """Rows 3 and 4 of every sequence have no route; their ids agree with nothing."""
+    missing = np.zeros(20, bool)
+    missing[3:5] = True
+    return [
+        replace(
+            each,
+            routed_experts=np.where(
+                missing[:, None, None], (half.routes + 1) % EXPERTS, each.routed_experts
+            ).astype(np.uint8),
+            missing_routes=missing,
+            routes_digest=None,
+        )
+        for each, half in zip(rollouts, halves, strict=True)
+    ]
+
+
+def test_rows_without_a_route_are_no_flips():
+    rollouts, halves = sequences()
+    partial = without_some_routes(rollouts, halves)
+    gapped = [replace(half, gap=np.full_like(half.gap, 0.7)) for half in halves]
+    found, table = ev.flip_evidence(partial, gapped, num_layers=LAYERS)
+    assert found["flips.share"] == found["flips.clear"] == 0 and len(table) == LAYERS
+    assert ev.route_evidence(partial, halves)["routes.overlap"] == 1
+    nothing = [replace(each, missing_routes=np.ones(20, bool)) for each in rollouts]
+    assert ev.route_evidence(nothing, halves) == {}
+    assert ev.flip_evidence(nothing, halves, num_layers=LAYERS) == ({}, [])
+
+
+def test_flags_of_rows_without_a_route_move_as_the_rows():
+    rollouts, halves = sequences()
+    partial = without_some_routes(rollouts, halves)
+    ids = [shifted_back(each.routed_experts, 1, 0) for each in partial]
+    moved = trainer_side.with_routes(partial, ids, lambda flags: shifted_back(flags, 1, 0))
+    assert all(np.flatnonzero(each.missing_routes).tolist() == [2, 3] for each in moved)
+
+
+def test_the_trainer_measures_no_gap_in_rows_without_a_route():
+    rollouts, halves = sequences(1)
+    (partial,) = without_some_routes(rollouts, halves)
+    scores = object.__new__(trainer_side.RouterScores)
+    scores.kind, scores.top_k, scores.biases = RouterKind(), TOP_K, [None] * LAYERS
+    logits = torch.zeros(LAYERS, 20, EXPERTS)
+    ids = torch.from_numpy(halves[0].routes).transpose(0, 1)
+    scores.calls = [[part] for part in logits.scatter(2, ids, 2.0)]
+    for rollout, expected in ((partial, False), (replace(partial, missing_routes=None), True)):
+        _, gap, _ = scores.of(0, slice(0, 20), rollout)
+        assert gap.any() == expected

@@ -14,6 +14,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
+from megatron_rl.batch.pack import Sample
+from megatron_rl.batch.transfer import encode_samples
+from megatron_rl.checkpoint.batches.bundle_header import VERSION, Header
+from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, rank_name, replica_name
 from megatron_rl.config import load_config
 from megatron_rl.metrics.lines import append_lines
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, routes_digest
@@ -22,7 +26,7 @@ from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weight
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import NOT_ON_CPU, Explanation
-from megatron_rl_tools.explain_mismatch.token_inputs import read_run
+from megatron_rl_tools.explain_mismatch.token_inputs import read_bundle, read_run
 from megatron_rl_tools.explain_mismatch.verdicts import verdicts_of
 from tests.unit.tools.test_explain_mismatch import HEALTHY, make_run, sequences, with_routes
 
@@ -265,3 +269,121 @@ def test_what_only_the_trainers_dtype_rounds_is_not_another_version(tmp_path):
     exported["model.layers.1.input_layernorm.weight"] += 1
     found = weights.compare_weights(trainer, [theirs], torch.float32, tmp_path)
     assert set(found.wrong) == {"model.layers.1.input_layernorm.weight"}
+
+
+def explained(sections: dict[str, dict[str, object]]):
+    values = {"model": {"path": "/nowhere"}, "data": {"train": "unused"}}
+    for name, keys in sections.items():
+        values[name] = {**values.get(name, {}), **keys}
+    args = Namespace(
+        model=Path("/nowhere"), device="cpu", dtype=None, config=None, temperature=None
+    )
+    base = load_config(None, [], values)
+    return explain_mismatch.explain_config(args, longest=100, base=base)
+
+
+def test_the_trainer_packs_rows_although_the_run_pads_them():
+    """The live choices are read from packed rows."""
+    cfg = explained({"model": {"batch_format": "bshd", "layer_spec": "local"}})
+    assert cfg.model.batch_format == "thd" and cfg.model.layer_spec == "local"
+
+
+def test_a_run_with_single_responses_can_be_explained():
+    sections = {"run": {"group_size": 1}, "advantage": {"kind": "batch_whitened"}}
+    cfg = explained(sections)
+    assert cfg.run.device == "cpu" and cfg.run.max_tokens_per_micro_batch == 1024
+
+
+# A mini-batch, and adapters
+
+
+def make_bundle(folder: Path, *, update: int, loss: str = "grpo", **header: object) -> Path:
+    """A bundle of step 1 (counted from 0) whose tokens version 0 sampled."""
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights/config.json").write_text("{}")
+    base = {"model": {"path": "/nowhere"}, "data": {"train": "unused"}, "loss": {"name": loss}}
+    if loss == "sft":
+        base |= {"run": {"group_size": 1}, "replay": {"mode": "none", "measure": False}}
+    keys = dict.fromkeys(Header.__required_keys__) | {
+        "version": VERSION, "step": 1, "update": update, "weights": "weights", "replicas": 1,
+        "ranks": 1, "config": base | {"rollout": {"dtype": "float32"}},
+    }  # fmt: skip
+    (folder / "bundle.json").write_text(json.dumps(keys | header))
+    rollouts, _ = sequences()
+    samples = encode_samples([Sample(each, 0.0) for each in rollouts])
+    rows = torch.tensor([len(each.tokens) for each in rollouts])
+    save_torch({"0:samples": torch.from_numpy(samples), "0:rows": rows}, folder / replica_name(0))
+    save_torch({"place": torch.tensor([0])}, folder / rank_name(0))
+    return folder
+
+
+def test_a_bundle_whose_weights_did_not_sample_is_refused(tmp_path):
+    """The weights of a later update, and those younger than the tokens (rollout.max_staleness)."""
+    second = make_bundle(tmp_path / "second", update=1, policy_version=0)
+    stale = make_bundle(tmp_path / "stale", update=0)
+    named = make_bundle(tmp_path / "named", update=0, policy_version=0)
+    for folder in (second, stale):
+        with pytest.raises(BundleError, match=r"versions \[0\].*--model"):
+            read_bundle(folder, lambda base, longest: base, None)
+        assert read_bundle(folder, lambda base, longest: base, stale / "weights").rollouts
+    assert len(read_bundle(named, lambda base, longest: base, None).rollouts) == 4
+
+
+def test_a_bundle_of_supervised_training_is_refused_by_name(tmp_path):
+    folder = make_bundle(tmp_path / "sft", update=0, policy_version=0, loss="sft")
+    with pytest.raises(BundleError, match="is of megatron-rl sft"):
+        read_bundle(folder, lambda base, longest: base, None)
+
+
+def test_a_run_that_began_with_an_adapter_needs_merged_weights(tmp_path):
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    Recorder(run, save_tensors=True).record(1, [group("a", rollouts)])
+    with open(run / "config.toml", "a") as file:
+        file.write('[rollout]\ndtype = "float32"\n[lora]\nrank = 4\npath = "peft"\n')
+    with pytest.raises(ValueError, match=r"lora.path = peft.*--model"):
+        read_run(run, lambda base, longest: base, None)
+    assert read_run(run, lambda base, longest: base, tmp_path) is not None
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    def fail(folder: Path) -> None:
+        raise AssertionError("it reads the run")
+
+    run = make_run(tmp_path / "run", [1e-4] * 4)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(explain_mismatch, "read_history", fail)
+    for output in (tmp_path, tmp_path / "file/page.html"):
+        assert main([str(run), "--output", str(output)]) == 2
+        assert f"--output {output}: cannot be written" in capsys.readouterr().err
+
+
+def test_a_page_that_fails_loses_no_result(tmp_path, monkeypatch, capsys):
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError("No space left on device")
+
+    run = make_run(tmp_path / "run", [1e-4] * 4)
+    monkeypatch.setattr(explain_mismatch, "write_page", fail)
+    assert main([str(run), "--output", str(tmp_path / "page.html")]) == 2
+    shown = capsys.readouterr()
+    assert history.NO_BEGINNING in shown.out and "No space left on device" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("mode", "differences", "names"),
+    [
+        ("none", [4e-3] * 6 + [5e-2] * 6, ["began"]),  # experts agree as before
+        ("R3", [4e-3] * 6 + [5e-2] * 6, ["not_replayed"]),
+        ("R3", [4e-3] * 12, ["not_replayed"]),  # from the first step on
+        ("none", [4e-3] * 12, []),
+    ],
+)
+def test_replay_is_accused_under_r3_alone(mode, differences, names, tmp_path):
+    run = make_run(
+        tmp_path / "run",
+        differences,
+        routing__replayed_mismatch=[0.3] * 12,
+        routing__router_mismatch=[0.002] * 12,
+    )
+    with open(run / "config.toml", "a") as file:
+        file.write(f'[replay]\nmode = "{mode}"\n')
+    assert [each.name for each in history.read_history(run).verdicts] == names

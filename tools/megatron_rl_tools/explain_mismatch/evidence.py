@@ -7,6 +7,7 @@ Shapes: N rows, R sampled tokens, S tokens, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from megatron_rl_tools.explain_mismatch.trainer_side import Half
 
 Value = float | str
 LONGEST_SHIFT = 2
+NO_ROUTE = -1
+"""The expert ids of a row without a route (Rollout.missing_routes)."""
 MOST_NATS = 20.0
 """Bound of a log-ratio's absolute value: without it, one token of a wrong model decides the KL."""
 
@@ -38,29 +41,71 @@ class Evidence(dict[str, Value]):
 
 
 def kl(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """Return k3 of KL(mu, pi) over the sampled tokens of all sequences, in nats."""
+    """Return k3 of KL(mu, pi) over the sampled tokens of all sequences, in nats.
+
+    NaN if no log-ratio is finite.
+    """
     d = log_ratios(mu, pi).clip(-MOST_NATS, MOST_NATS)
-    return float(np.mean(np.expm1(d) - d))
+    return float(np.mean(np.expm1(d) - d)) if len(d) else math.nan
 
 
 def difference(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """Return the mean of |log mu - log pi|, in nats."""
-    return float(np.mean(np.abs(log_ratios(mu, pi))))
+    """Return the mean of |log mu - log pi|, in nats; NaN if none is finite."""
+    d = log_ratios(mu, pi)
+    return float(np.mean(np.abs(d))) if len(d) else math.nan
 
 
 def log_ratios(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> np.ndarray:
-    """Return log pi - log mu of the sampled tokens of all sequences, float64 [sum of R]."""
-    return np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)])
+    """Return log pi - log mu of the sampled tokens of all sequences, float64 [sum of R] without
+    those that are not finite, which finite_evidence counts.
+    """
+    both = zip(mu, pi, strict=True)
+    ratios = np.concatenate([p.astype(np.float64) - m for m, p in both])
+    return ratios[np.isfinite(ratios)]
+
+
+def finite_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
+    """Count the log-probs that are not finite, of each side."""
+
+    def count(values: list[np.ndarray]) -> float:
+        return float(sum((~np.isfinite(part)).sum() for part in values))
+
+    evidence = Evidence()
+    evidence.add(
+        "not_finite",
+        server=count([rollout.rollout_logprobs for rollout in rollouts]),
+        trainer=count([half.logprobs for half in halves]),
+        tokens=float(sum(len(half.logprobs) for half in halves)),
+    )
+    return evidence
 
 
 def overlap(served: np.ndarray, trained: np.ndarray) -> float:
-    """Return the mean share of the K experts that are in both; served, trained: [N, L, K]."""
-    return float((served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).mean())
+    """Return the mean share of the K experts that are in both; served, trained: [N, L, K].
+
+    Rows without a route do not count; 0 if no row has one.
+    """
+    same = (served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1)
+    same = same[(served != NO_ROUTE).all((1, 2))]
+    return float(same.mean()) if same.size else 0.0
 
 
 def flips(served: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Return where the sets of experts differ, bool [N, L]."""
-    return ~(served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).all(-1)
+    """Return where the sets of experts differ, bool [N, L]; rows without a route do not."""
+    same = (served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).all(-1)
+    return ~same & (served != NO_ROUTE).all(-1)
+
+
+def served_routes(rollout: Rollout) -> np.ndarray | None:
+    """Return the server's experts, int64 [S - 1, L, K], with NO_ROUTE in rows without a route; None
+    if no row has one.
+    """
+    if rollout.routed_experts is None:
+        return None
+    ids, missing = rollout.routed_experts.astype(np.int64), rollout.missing_routes
+    if missing is None:
+        return ids
+    return None if missing.all() else np.where(missing[:, None, None], NO_ROUTE, ids)
 
 
 def shifted_overlap(served: np.ndarray, trained: np.ndarray, shift: int) -> float:
@@ -77,7 +122,7 @@ def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evide
     """
     evidence = Evidence()
     pairs = [
-        (rollout.routed_experts, half.routes)
+        (served_routes(rollout), half.routes)
         for rollout, half in zip(rollouts, halves, strict=True)
     ]
     known = [(served, live) for served, live in pairs if served is not None and live.shape[1]]
@@ -151,7 +196,7 @@ def foreign_evidence(known: Sequence[tuple[np.ndarray, np.ndarray]]) -> Evidence
 
 def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
     """Test whether the server's log-probs belong to these tokens, or to their neighbours."""
-    evidence = Evidence()
+    evidence = finite_evidence(rollouts, halves)
     scores = {}
     for shift in range(-LONGEST_SHIFT, LONGEST_SHIFT + 1):
         ours = [
@@ -182,15 +227,17 @@ def flip_evidence(
     """
     evidence, table = Evidence(), list[dict[str, float]]()
     known = [
-        (rollout.routed_experts, half)
+        (served, half)
         for rollout, half in zip(rollouts, halves, strict=True)
-        if rollout.routed_experts is not None and half.routes.shape[1]
+        if (served := served_routes(rollout)) is not None and half.routes.shape[1]
     ]
+    has_route = np.concatenate([(ids != NO_ROUTE).all((1, 2)) for ids, _ in known] or [[]]) == 1
     # the layers below are replayed, so a flip is this layer's and not an effect of theirs
     for layer in range(num_layers if known else 0):
         flipped = np.concatenate([flips(served, half.routes)[:, layer] for served, half in known])
+        flipped = flipped[has_route]
         gap, margin = (
-            np.concatenate([getattr(h, name)[:, layer] for _, h in known])
+            np.concatenate([getattr(h, name)[:, layer] for _, h in known])[has_route]
             for name in ("gap", "margin")
         )
         usual = float(np.median(margin))
@@ -228,7 +275,11 @@ def position_evidence(
     places = np.concatenate([r.sampled - 1 for r in rollouts])
     pairs = zip(rollouts, halves, strict=True)
     sizes = np.abs(np.concatenate([r.rollout_logprobs - half.logprobs for r, half in pairs]))
+    finite = np.isfinite(sizes)
+    places, sizes = places[finite], sizes[finite]
     evidence = Evidence()
+    if not len(sizes):
+        return evidence
     early, late = places <= np.quantile(places, 0.3), places >= np.quantile(places, 0.7)
     if early.any() and late.any() and sizes[early].mean() > 0:
         evidence.add("position", growth=float(sizes[late].mean() / sizes[early].mean()))

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import torch
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(module).setLevel(logging.ERROR)
     explanation, history, problem = None, None, ""
     try:
+        check_output(args.output)
         if args.folder is not None:
             check_folder(args)
             if not (args.folder / BUNDLE).is_file():
@@ -72,17 +74,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             problem or "no tokens were saved that the weights of model.path sampled (first step)"
         )
         history = replace(history, notes=(*history.notes, f"no ladder: {reason}"))
-    page = write_page(args.output, explanation, history, title=str(args.folder or args.url))
     if args.json:
         print(json.dumps(as_json(explanation, history), indent=1))
     else:
         lines = history.lines() if history else []
         lines += describe_inputs(explanation) if explanation else []
         print("\n".join(lines))
-        print(f"page: {page}")
+    try:
+        page = write_page(args.output, explanation, history, title=str(args.folder or args.url))
+    except OSError as error:
+        problem = f"--output {args.output}: the page cannot be written: {error}; name another file"
+        print(f"{COMMAND}: {problem}", file=sys.stderr)
+    else:
+        if not args.json:
+            print(f"page: {page}")
     if problem:
         return 2
     return int(bool((explanation and explanation.verdicts) or (history and history.accuses)))
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError if the page cannot be written, before any work is done."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    target = path if path.exists() else folder
+    if path.is_dir() or not folder.is_dir() or not os.access(target, os.W_OK):
+        raise ValueError(
+            f"--output {path}: cannot be written; name a file in a folder that you can write to"
+        )
 
 
 def describe_error(error: Exception) -> str:
@@ -193,6 +211,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
         values = load_config(args.config).model_dump(mode="json", exclude_unset=True)
     for name, keys in sections.items():
         values[name] = keys if name in ("parallel", "replay") else {**values.get(name, {}), **keys}
+    # RouterScores reads packed rows
+    values["model"] = {**values["model"], "batch_format": "thd"}
+    values["run"] = {key: values["run"][key] for key in KEPT_OF_RUN}
     values["rollout"] = {
         key: value for key, value in values.get("rollout", {}).items() if key in KEPT_OF_ROLLOUT
     }
@@ -202,6 +223,8 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
 
 USED = ("model", "parallel", "replay", "run", "data", "rollout", "megatron")
 """Sections of a configuration that the trainer of this command reads."""
+KEPT_OF_RUN = ("device", "max_tokens_per_micro_batch")
+"""Keys of [run] that this command uses.  The others need sections that are left out."""
 KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow_unproven")
 """Keys of [rollout] that this command uses.  The others start servers, and some require others."""
 

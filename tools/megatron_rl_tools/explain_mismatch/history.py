@@ -26,9 +26,14 @@ from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_ro
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
-from megatron_rl_tools.explain_mismatch.token_inputs import MOST_ROLLOUTS, single_sequence
+from megatron_rl_tools.explain_mismatch.token_inputs import (
+    MOST_ROLLOUTS,
+    run_config,
+    single_sequence,
+)
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
 from megatron_rl_tools.explain_mismatch.verdicts import (
+    NOT_FINITE,
     PROOF,
     SYMPTOM,
     Verdict,
@@ -55,6 +60,7 @@ before, and that median plus SPREADS x its spread; as many steps must precede.""
 NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
 
 RULES: tuple[VerdictRule, ...] = (
+    *NOT_FINITE,
     VerdictRule(
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
         "{history.since}the server's routes are those of other rows: row j has the experts of "
@@ -68,10 +74,10 @@ RULES: tuple[VerdictRule, ...] = (
         "rollout.urls", "a server that returns each log-prob with its token",
     ),
     VerdictRule(
-        "not_replayed", PROOF, ("after.routing/replayed_mismatch > 0",),
-        "{after.routing/replayed_mismatch:.2%} of the experts used in training are not the "
-        "rollout's",
-        "replay.mode", "R3; check the layout with megatron-rl verify-replay",
+        "not_replayed", PROOF, ("r3.replayed_mismatch > 0",),
+        "{r3.replayed_mismatch:.2%} of the experts used in training are not the rollout's, "
+        "although replay.mode = R3",
+        "replay.mode", "check its layout: megatron-rl verify-replay",
     ),
     VerdictRule(
         "age", PROOF,
@@ -202,6 +208,13 @@ def read_history(folder: Path) -> History:
         )
         compare_metrics(evidence, results, at)
     notes: list[str] = []
+    try:
+        mode = run_config(folder).replay.mode
+    except ValueError as error:  # the metrics say enough without it
+        notes.append(f"replay.mode is not known: {error}")
+        mode = "none"
+    if mode == "R3":
+        add_replayed(evidence, results[at or 0 :])
     compared = steps[-3:] if at is None else steps[at:]
     read_halves(folder, [int(step) for step in compared], evidence, notes)
     flips = {
@@ -254,6 +267,16 @@ def compare_metrics(evidence: Evidence, results: Sequence[StepResult], at: int) 
         for prefix, value in compared:
             if not math.isnan(value):
                 evidence.add(prefix, **{name: value})
+
+
+def add_replayed(evidence: Evidence, results: Sequence[StepResult]) -> None:
+    """Add the median share of experts that were not replayed: of all steps where nothing began to
+    grow, as replay may be broken from the first step on.
+    """
+    name = "routing/replayed_mismatch"
+    values = np.array([result.metrics.get(name, math.nan) for result in results], float)
+    finite = values[np.isfinite(values)]
+    evidence.add("r3", replayed_mismatch=median(finite) if len(finite) else None)
 
 
 def events_near(folder: Path, step: int) -> list[str]:

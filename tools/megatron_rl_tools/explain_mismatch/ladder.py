@@ -177,9 +177,9 @@ class Ladder:
         rows = int(self.evidence.get("routes.row_shift", 0))
         layers = int(self.evidence.get("routes.layer_shift", 0))
         if rows or layers:
-            routes = [rollout.routed_experts for rollout in self.rollouts]
-            served = [ids for ids in routes if ids is not None]
-            mended = with_routes(self.rollouts, [shifted_back(ids, rows, layers) for ids in served])
+            served = [ids for r in self.rollouts if (ids := r.routed_experts) is not None]
+            shifted = [shifted_back(ids, rows, layers) for ids in served]
+            mended = with_routes(self.rollouts, shifted, lambda flags: shifted_back(flags, rows, 0))
             again = self.trainer.forward(mended, replay=True)
             self.evidence.add("kl", routes_mended=ev.kl(self.mu, logprobs(again)))
         return halves
@@ -294,7 +294,7 @@ class Ladder:
             self.evidence.add(name, diff=ev.difference(self.mu, pi))
             if self.has_routes and self.trainer.spec.moe_layers:
                 pairs = zip(self.rollouts, halves, strict=True)
-                known = [(rollout.routed_experts, half.routes) for rollout, half in pairs]
+                known = [(ev.served_routes(rollout), half.routes) for rollout, half in pairs]
                 overlaps = [ev.overlap(ids, live) for ids, live in known if ids is not None]
                 self.evidence.add(name, overlap=float(np.mean(overlaps)))
             before = best.get(trial.rung)
@@ -394,5 +394,5 @@ def temporary_checkpoint() -> Iterator[Path]:
 
 def shifted_back(served: np.ndarray, rows: int, layers: int) -> np.ndarray:
     """Undo a shift of rows (the row at the end is repeated) and of layers."""
-    places = np.clip(np.arange(len(served)) + rows, 0, len(served) - 1)
-    return np.roll(served[places], -layers, axis=1)
+    served = served[np.clip(np.arange(len(served)) + rows, 0, len(served) - 1)]
+    return np.roll(served, -layers, axis=1) if layers else served

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -132,11 +133,14 @@ def verdict_part(verdict: Verdict) -> str:
 def ladder_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 0.45 * len(explanation.rungs) + 1), layout="constrained")
     axis = figure.add_subplot()
-    values = [max(rung.kl, LEAST_NATS**2) for rung in explanation.rungs]
-    names = [rung.name for rung in explanation.rungs]
-    axis.barh(names, values, color=[ORANGE, *[BLUE] * (len(values) - 1)])
-    axis.set_xscale("log")
-    axis.set_xlim(min(values) / 3, max(values) * 3)
+    # no bar for a rung without a finite log-ratio
+    rungs = [rung for rung in explanation.rungs if math.isfinite(rung.kl)]
+    values = [max(rung.kl, LEAST_NATS**2) for rung in rungs]
+    names = [rung.name for rung in rungs]
+    axis.barh(names, values, color=[ORANGE, *[BLUE] * (len(values) - 1)][: len(values)])
+    if values:
+        axis.set_xscale("log")
+        axis.set_xlim(min(values) / 3, max(values) * 3)
     axis.invert_yaxis()
     axis.set_xlabel("KL(mu, pi), nats")
     return figure
@@ -157,8 +161,9 @@ def layer_figure(layers: Sequence[dict[str, float]]) -> Figure:
 def position_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 3), layout="constrained")
     axis = figure.add_subplot()
-    sizes = np.maximum(explanation.sizes, LEAST_NATS)
-    axis.plot(explanation.places, sizes, ".", color=BLUE, markersize=4)
+    finite = np.isfinite(explanation.sizes)
+    sizes = np.maximum(explanation.sizes[finite], LEAST_NATS)
+    axis.plot(explanation.places[finite], sizes, ".", color=BLUE, markersize=4)
     axis.set_yscale("log")
     axis.set_xlabel("position of the row that predicts the token")
     axis.set_ylabel("abs(log mu - log pi), nats")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.checkpoint.batches.bundle_header import read_header
+from megatron_rl.checkpoint.batches.bundle_header import Header, read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.run_paths import RunFolder, writer_name
@@ -72,9 +72,15 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     Takes equally many of every replica, which may have had another server, and only those with
     tensors (rollout.save_tensors may be a share); of a step that a restarted run wrote again, the
     last attempt.  Returns None if there are none.  Raises ValueError for a folder without
-    config.toml.
+    config.toml, and for a run that began with an adapter unless --model names merged weights.
     """
     base = run_config(folder)
+    if base.lora.path is not None and model is None:
+        raise ValueError(
+            f"lora.path = {base.lora.path}: the weights that sampled are model.path with this"
+            " adapter, and this command loads no adapter; name an HF checkpoint that has it merged"
+            " with --model"
+        )
     replicas = read_replicas(folder)
     first = min((step for steps in replicas.values() for step in steps), default=0)
     parts = [
@@ -132,9 +138,18 @@ def single_sequence(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> 
 
 
 def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved:
-    """Read the sequences of a saved mini-batch.  Raises BundleError if its weights are unknown."""
+    """Read the sequences of a saved mini-batch.
+
+    Raises BundleError if the weights that sampled them are unknown, or if none of this project's
+    servers sampled.
+    """
     header = read_header(folder)
     base = load_config(None, [], {name: dict(keys) for name, keys in header["config"].items()})
+    if base.is_sft:
+        raise BundleError(
+            f"{folder} is of megatron-rl sft, whose responses no server sampled; name a mini-batch"
+            " of megatron-rl train"
+        )
     weights = model or folder / header["weights"]
     if not (weights / "config.json").is_file():
         raise BundleError(
@@ -145,8 +160,27 @@ def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Sa
     rollouts = [
         sample.rollout.with_episode(earlier=(), digest=None) for sample in samples[:MOST_ROLLOUTS]
     ]
+    check_sampled_by(folder, header, rollouts, model)
     base = base.model_copy(update={"model": base.model.model_copy(update={"path": weights})})
     return Saved(weights, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base))
+
+
+def check_sampled_by(
+    folder: Path, header: Header, rollouts: Sequence[Rollout], model: Path | None
+) -> None:
+    """Raise BundleError unless one version of the weights sampled all, and these are those of the
+    bundle, or named with --model.
+    """
+    sampled = sorted({int(value) for rollout in rollouts for value in rollout.policy_versions})
+    recorded = header.get("policy_version")
+    version = header["step"] if recorded is None else recorded
+    if len(sampled) > 1 or (model is None and (header["update"] > 0 or sampled != [version])):
+        raise BundleError(
+            f"{folder}: update = {header['update']}, policy_version = {version}, its tokens are of"
+            f" versions {sampled}: the weights of a bundle sampled its tokens only where update = 0"
+            " and all versions are equal to policy_version; name such a bundle, or where one"
+            " version sampled all, an HF checkpoint of that version with --model"
+        )
 
 
 def longest(rollouts: Sequence[Rollout]) -> int:

@@ -41,7 +41,7 @@ class Half:
     """The routers' live choices, given the outputs of the layers below, int64 [S - 1, L, K]."""
     gap: np.ndarray
     """Lowest chosen score minus the lowest score of the server's experts, float32 [S - 1, L]; 0
-    where both chose the same set."""
+    where both chose the same set, and where the server returned no route."""
     margin: np.ndarray
     """Lowest chosen score minus the best score not chosen, float32 [S - 1, L]."""
 
@@ -99,7 +99,7 @@ class TrainerSide:
             for name, start in zip(micro_batch.rollout_ids, starts, strict=False):
                 rollout = by_id[name]
                 rows = slice(start, start + len(rollout.tokens) - 1)
-                routes, gap, margin = scores.of(number, rows, rollout.routed_experts)
+                routes, gap, margin = scores.of(number, rows, rollout)
                 sampled = values[start + rollout.sampled - 1].astype(np.float32)
                 halves[name] = Half(sampled, routes, gap, margin)
         return [halves[rollout.id] for rollout in rollouts]
@@ -139,9 +139,10 @@ class RouterScores:
         return after
 
     def of(
-        self, micro_batch: int, rows: slice, served: np.ndarray | None
+        self, micro_batch: int, rows: slice, rollout: Rollout
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (routes, gap, margin) of these rows of a micro-batch; see Half."""
+        served, missing = rollout.routed_experts, rollout.missing_routes
         routes, gaps, margins = [], [], []
         for layer, (calls, bias) in enumerate(zip(self.calls, self.biases, strict=True)):
             logits = calls[micro_batch][rows]
@@ -153,6 +154,9 @@ class RouterScores:
             if served is not None:
                 theirs = torch.from_numpy(served[:, layer].astype(np.int64))
                 same = (chosen[:, :, None] == theirs[:, None]).any(1).all(1)
+                if missing is not None:  # their ids are meaningless
+                    same |= torch.from_numpy(missing)
+                    theirs[torch.from_numpy(missing)] = 0
                 gap = torch.where(
                     same, 0.0, (lowest - scores.gather(1, theirs).amin(1)).clamp(min=0.0)
                 )
@@ -181,10 +185,22 @@ def another_trainer(cfg: Config, parallel: Parallel, **model: object) -> Iterato
         gc.collect()
 
 
-def with_routes(rollouts: Sequence[Rollout], routes: Sequence[np.ndarray]) -> list[Rollout]:
-    """Return the rollouts with these routes, each [S - 1, L, K]."""
+def with_routes(
+    rollouts: Sequence[Rollout],
+    routes: Sequence[np.ndarray],
+    move: Callable[[np.ndarray], np.ndarray],
+) -> list[Rollout]:
+    """Return the rollouts with these routes, each [S - 1, L, K].
+
+    move: applied to the flags of rows without a route, so that they move as the rows do.
+    """
     return [
-        replace(rollout, routed_experts=ids, missing_routes=None, routes_digest=None)
+        replace(
+            rollout,
+            routed_experts=ids,
+            missing_routes=None if (flags := rollout.missing_routes) is None else move(flags),
+            routes_digest=None,
+        )
         for rollout, ids in zip(rollouts, routes, strict=True)
     ]
 

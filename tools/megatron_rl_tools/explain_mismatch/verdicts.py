@@ -66,7 +66,21 @@ are right."""
 GONE = 0.2
 """A trial that leaves less than this part of the difference has found the cause."""
 
+NOT_FINITE: tuple[VerdictRule, ...] = (
+    VerdictRule(
+        "trainer_not_finite", PROOF, ("not_finite.trainer > 0",),
+        "the trainer has {not_finite.trainer:.0f} of {not_finite.tokens:.0f} log-probs not finite",
+        "model.path", "a checkpoint of finite tensors; with one, compare in float32",
+    ),
+    VerdictRule(
+        "server_not_finite", PROOF, ("not_finite.server > 0",),
+        "the server has {not_finite.server:.0f} of {not_finite.tokens:.0f} log-probs not finite",
+        "rollout.dtype", "one that holds the model's values, and a checkpoint that is finite",
+    ),
+)  # fmt: skip
+
 RULES: tuple[VerdictRule, ...] = (
+    *NOT_FINITE,
     # the answer itself
     VerdictRule(
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
