@@ -12,7 +12,6 @@ import difflib
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from megatron_rl import commands
 from megatron_rl.options import parse, parse_evaluate, parse_sft
@@ -22,8 +21,6 @@ BAD_ARGUMENTS = 2
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 2 if it is unknown or not installed."""
-    if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # users' modules, as with python -m
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(overview())

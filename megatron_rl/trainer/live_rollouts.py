@@ -372,8 +372,7 @@ class LiveRollouts(RolloutSource):
             groups = self.inference.generate(
                 prompts,
                 self.cfg.eval.samples,
-                **for_evaluation(self.cfg, [self.tokenizer.eos_token_id]),
-                id_prefix="eval/",
+                **for_evaluation(self.cfg, [self.tokenizer.eos_token_id], "eval/"),
                 on_progress=advance,
             )
         return self.score(without_routes(groups), for_training=False)

@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -118,20 +117,6 @@ def test_a_package_of_a_stranger_adds_a_command_and_one_that_fails_is_named(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "hello" and "  hello  Say hello" in lines
     assert "  bad    cannot be loaded: No module named 'nowhere'" in lines
-
-
-def test_a_command_finds_modules_of_the_working_directory(capsys, monkeypatch, tmp_path):
-    """As python -m does: an installed script has its own folder in sys.path instead."""
-    (tmp_path / "reward_of_a_user.py").write_text("WORD = 'found'\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.setattr(
-        commands,
-        "load",
-        lambda name: lambda: print(import_module("reward_of_a_user").WORD),
-    )
-    assert cli.main(["settings"]) == 0 and capsys.readouterr().out == "found\n"
-    assert sys.path[0] == str(tmp_path)
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):

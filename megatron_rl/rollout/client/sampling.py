@@ -23,7 +23,9 @@ class SamplingSettings(TypedDict):
     return_sets: NotRequired[bool]
 
 
-def for_evaluation(cfg: Config, stop_token_ids: Sequence[int]) -> SamplingSettings:
+def for_evaluation(
+    cfg: Config, stop_token_ids: Sequence[int], id_prefix: str = ""
+) -> SamplingSettings:
     """Return the settings of an evaluation's call."""
     return {
         "temperature": cfg.eval.temperature,
@@ -31,6 +33,7 @@ def for_evaluation(cfg: Config, stop_token_ids: Sequence[int]) -> SamplingSettin
         "stop_token_ids": stop_token_ids,
         "truncation": cfg.eval.truncation,
         "return_sets": False,
+        "id_prefix": id_prefix,
     }
 
 
