@@ -26,7 +26,7 @@ from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.adapters import OUTSIDE
 from megatron_rl.weights.hf.entries import Entry, find_entry
-from megatron_rl.weights.hf.files import HFFiles
+from megatron_rl.weights.hf.files import DTYPES, HFFiles
 from megatron_rl.weights.hf.peft_folder import (
     CONFIG,
     DIGEST,
@@ -274,8 +274,15 @@ class PeftFolder:
                 " model.path"
             )
         stored = {self.file.get_slice(name).get_dtype() for name in self._names.values()}
-        if "F32" in stored and dtype != torch.float32:
-            notes.append(f"{where}: its values are float32; they are rounded to {ours}")
+        finer = sorted(
+            str(DTYPES[name]).removeprefix("torch.")
+            for name in stored & DTYPES.keys()
+            if torch.promote_types(DTYPES[name], dtype) != dtype
+        )
+        if finer:
+            notes.append(
+                f"{where}: its values are {' and '.join(finer)}; they are rounded to {ours}"
+            )
         return notes
 
 

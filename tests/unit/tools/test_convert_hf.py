@@ -29,7 +29,7 @@ from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.sync.pushed_weights import expected_tensors
-from megatron_rl_tools.convert import conversion_sides
+from megatron_rl_tools.convert import conversion_files, conversion_sides
 from megatron_rl_tools.convert.conversion import cuts
 from megatron_rl_tools.convert.convert_hf import convert as convert_hf
 from megatron_rl_tools.convert.convert_hf import main
@@ -143,6 +143,25 @@ def test_a_stopped_conversion_continues(
     assert main([*command, "--dtype", "bfloat16"]) == 2
     assert "has other content" in capsys.readouterr().err
     assert main(["verify", str(hf), str(megatron)]) == 0
+
+
+def test_a_conversion_that_is_killed_while_it_finishes_starts_again(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "megatron"), *SMALL]
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion_files, "sync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    monkeypatch.undo()
+    # as a kill after the last of its steps but the rename leaves it
+    shutil.rmtree(tmp_path / ".megatron.partial" / "journal", ignore_errors=True)
+    assert main(command) == 0
+    assert main(["verify", str(hf), str(tmp_path / "megatron")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
 
 
 def test_as_many_files_with_other_cuts_are_another_conversion() -> None:

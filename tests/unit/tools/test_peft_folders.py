@@ -308,6 +308,11 @@ def test_the_adapter_of_another_base_is_refused(folder_of_one, tmp_path, caplog)
     engine = make_engine(other, **half)
     engine.parallel.destroy()
     assert "its values are float32; they are rounded to bfloat16" in caplog.text
+    values = {name: tensor.half() for name, tensor in load_file(unsigned / TENSORS).items()}
+    save_file(values, unsigned / TENSORS, {"format": "pt"})
+    engine = make_engine(other, **half)
+    engine.parallel.destroy()
+    assert "its values are float16; they are rounded to bfloat16" in caplog.text
 
 
 def test_an_incomplete_folder_and_a_run_without_adapters_are_refused(
@@ -334,5 +339,6 @@ def test_merging_into_another_base_is_refused(tmp_path, capsys) -> None:
     run = exported(base, tmp_path)[1]
     other = family_checkpoint(tmp_path / "other", "qwen3", seed=1)
     options = ["--megatron", str(run), "--config", str(other), "--out", str(tmp_path / "out")]
-    assert main(["megatron-to-hf", *options]) == 2
-    assert "belong to other weights" in capsys.readouterr().err
+    for command in ("megatron-to-hf", "megatron-to-peft"):
+        assert main([command, *options]) == 2
+        assert "belong to other weights" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.fp8 import round_to_fp8
 from megatron_rl_tools.quantize import quantize_hf as tool
+from megatron_rl_tools.quantize.options import parse
 from megatron_rl_tools.quantize.quantize_hf import main
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
@@ -238,3 +239,12 @@ def test_modelopts_fp8_is_the_checkpoint_rounded_with_activations_seen(source, t
         assert_close(
             after[name].float() * scale, tensor.float(), rtol=2**-4, atol=float(scale) * 2**-10
         )
+
+
+def test_drafts_modules_without_scales_are_kept(source):
+    """SGLang's layers of multi-token prediction load eh_proj and shared_head as plain weights."""
+    keep = parse(["blocks", str(source), "--out", "b"]).keep
+    assert set(KEEP) < set(keep)
+    for name in ("eh_proj.weight", "shared_head.head.weight"):
+        value = torch.randn(128, 128)
+        assert torch.equal(round_to_fp8(f"model.layers.3.{name}", value, keep), value)

@@ -88,7 +88,7 @@ def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
             manifest = out / MANIFEST
             is_same = manifest.is_file() and json.loads(manifest.read_text()) == job
             state = "done" if is_same else "other"
-        elif (place / MANIFEST).is_file() and json.loads((place / MANIFEST).read_text()) == job:
+        elif is_unfinished(place, job):
             complete = len(list((place / "journal").iterdir()))
             work.log(f"continuing {place}: {complete} files are complete")
         else:
@@ -103,15 +103,24 @@ def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
     return None if state == "done" else place
 
 
+def is_unfinished(place: Path, job: Job) -> bool:
+    """Return True if `place` has files of the same job.  Without its journal nobody knows which of
+    them are complete.
+    """
+    manifest = place / MANIFEST
+    is_known = manifest.is_file() and (place / "journal").is_dir()
+    return is_known and json.loads(manifest.read_text()) == job
+
+
 def finish_files(place: Path, out: Path, job: Job) -> None:
     """Make `place` the output, complete and flushed to the disk."""
-    shutil.rmtree(place / "journal")
     # on the disk before the rename: after a crash `out` is complete or missing
     for file in place.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
         sync(file)
     place.chmod(0o755)
     sync(place)
+    shutil.rmtree(place / "journal")  # last: a conversion that was killed above starts again
     if out.exists():
         out.rmdir()  # open_place made sure that it is empty
     os.rename(place, out)

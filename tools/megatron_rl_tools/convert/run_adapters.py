@@ -211,11 +211,14 @@ def megatron_to_peft(
         raise CheckpointError(
             f"{megatron}: holds no adapters (lora.rank of its run is 0); use megatron-to-hf"
         )
+    spec = make_spec(load_hf_config(config))
+    if any(config.glob("*.safetensors")):
+        with HFFiles(config) as files:
+            adapters.check_base(files, spec)
     job = {"to": "peft", "from": fingerprint(megatron)}
     place = open_place(out, job, work)
     if place is None:
         return None
-    spec = make_spec(load_hf_config(config))
     count = write_peft(
         place,
         adapters.read(config, spec, parallel),

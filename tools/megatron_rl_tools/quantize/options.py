@@ -20,6 +20,8 @@ from pathlib import Path
 from megatron_rl.config import RolloutConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
+OF_DRAFTS = ("*eh_proj*", "*shared_head*")
+"""Modules of multi-token prediction that SGLang loads without scales (its *_nextn models)."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -27,7 +29,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    keep = RolloutConfig().quantize_keep
+    keep = (*RolloutConfig().quantize_keep, *OF_DRAFTS)
     for name, text in (
         ("blocks", "to e4m3 with a scale per block"),
         ("dequantize", "from e4m3 with a scale per block"),
