@@ -104,9 +104,7 @@ def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
 
 
 def is_unfinished(place: Path, job: Job) -> bool:
-    """Return True if `place` has files of the same job.  Without its journal nobody knows which of
-    them are complete.
-    """
+    """Return True if `place` has files of the same job and the journal of complete ones."""
     manifest = place / MANIFEST
     is_known = manifest.is_file() and (place / "journal").is_dir()
     return is_known and json.loads(manifest.read_text()) == job
