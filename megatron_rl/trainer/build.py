@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.config_diff import check_steps
-from megatron_rl.checkpoint.folder import choose_checkpoint, read_state
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.checkpoint.state import make_moments
@@ -299,9 +298,8 @@ def make_reporter(
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     """Raise ValueError for a run that cannot start here.
 
-    Collective: rank 0 checks the checkpoint to continue from, and the GPUs.
+    Collective: rank 0 checks the GPUs.
     """
-    from_rank_0(lambda: check_checkpoint(cfg))
     check_can_release(cfg, parallel.device.type)
     spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
@@ -312,14 +310,6 @@ def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
 
     if parallel.device.type == "cuda":
         from_rank_0(check)
-
-
-def check_checkpoint(cfg: Config) -> None:
-    """Raise ValueError where a required checkpoint is missing, or has too many finished steps."""
-    path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
-    if path is not None:
-        # loading it reports a state without this key
-        check_steps(read_state(Path(path)).get("step", 0), cfg, path)
 
 
 def this_machine(parallel: Parallel) -> Machine:
@@ -356,10 +346,14 @@ class StartPoint(NamedTuple):
 def resume(
     cfg: Config, policy: CheckpointPolicy, source: RolloutSource, console: Console
 ) -> StartPoint:
-    """Continue from a checkpoint, as [checkpoint] says."""
+    """Continue from a checkpoint, as [checkpoint] says.
+
+    Raises ValueError where it has more finished steps than run.num_steps.
+    """
     restored = policy.resume()
     if restored is None:
         return StartPoint()
+    check_steps(restored.step, cfg, restored.path)
     lines = source.restore(restored.progress, restored.path, restored.accepted)
     log_lines(console, [*restored.lines, *lines])
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()

@@ -213,7 +213,7 @@ def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
     )
     monkeypatch.setattr(forks, "START_SECONDS", 0.01)
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
-    with pytest.raises(TimeoutError):
+    with pytest.raises(EpisodeError, match=r"agent\.environment .* not imported within 0\.01 s"):
         processes.start()
     assert workers[0][0].returncode is not None and processes._process is None
 

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
-from megatron_rl.trainer.build import check_checkpoint, resume
+from megatron_rl.trainer.build import resume
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from tests.unit.trainer.recorded import Calls, Recorded
@@ -109,21 +108,8 @@ def test_trackers_continue_their_runs_from_a_checkpoint_of_the_same_run_alone(tm
     assert resume(config(), policy, source, console) == (4, 4 if is_ours else -1, {}, False)
     # the steps are not trained again under other numbers
     assert resume(config(4), policy, source, console).first_step == 4
-
-
-def test_a_checkpoint_is_checked_before_a_model_or_server_starts(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    required = {"model": {"path": str(tmp_path)}, "data": {"train": "train.jsonl"}}
-    options = {"run": {"dir": str(tmp_path), "num_steps": 3}, "checkpoint": {"require": True}}
-    cfg = load_config(None, [], required | options)
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        check_checkpoint(cfg)
-    folder = cfg.run_dir / "checkpoints" / "step_000004"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text('{"step": 4}')
-    (folder.parent / "latest").write_text(folder.name)
-    with pytest.raises(ValueError, match=r"run\.num_steps = 3: .* has 4 finished steps; raise"):
-        check_checkpoint(cfg)
+    with pytest.raises(ValueError, match=r"run\.num_steps = 3: .*step has 4 finished steps; raise"):
+        resume(config(3), policy, source, console)
 
 
 def test_a_run_from_the_checkpoint_of_another_evaluates_its_own_sets_before_its_first_step():
