@@ -263,9 +263,12 @@ def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> Iter
 def main() -> None:
     answers, messages = (int(number) for number in sys.argv[1:3])
     request = json.load(sys.stdin)
+    # a test may print what the code returned, which must not be read as a result
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     candidate = Candidate(answers, messages)
     for why in judge(candidate, request["code"], request["setup"], request["tests"]):
-        print(json.dumps(why), flush=True)
+        print(json.dumps(why), file=results, flush=True)
 
 
 if __name__ == "__main__":
