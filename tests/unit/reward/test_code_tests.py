@@ -383,7 +383,7 @@ def test_long_code_is_not_run(code_tests):
 def test_what_a_test_prints_is_no_result(code_tests):
     """The code decides what is printed here: it could write the results of all tests."""
     tests = ["print(f(1))\nassert f(1) == 2", "assert f(2) == 3"]
-    forged = "def f(x): return '\"\"\\n\"\"'"
+    forged = 'def f(x): return \'""\\n""\''
     verdict = code_tests.judge(forged, tests)
     assert verdict.passed == (False, False) and not verdict.is_right
     assert code_tests.judge("def f(x): return x + 1", tests).passed == (True, True)

@@ -477,15 +477,15 @@ def test_a_logprob_that_is_not_finite_is_a_proof_against_its_side(side, all_of_t
     else:
         rollouts = [replace(each, rollout_logprobs=broken) for each in rollouts]
     mu, pi = [r.rollout_logprobs for r in rollouts], [half.logprobs for half in halves]
-    found = Evidence(HEALTHY) | ev.logprob_evidence(rollouts, halves)
-    found = Evidence(found | ev.position_evidence(rollouts, halves, [4]))
-    found |= {"diff.live": ev.difference(mu, pi), "kl.live": ev.kl(mu, pi)}
-    assert math.isnan(found["kl.live"]) == all_of_them == math.isnan(found["diff.live"])
-    verdicts = verdicts_of(found)
+    evidence = Evidence(HEALTHY) | ev.logprob_evidence(rollouts, halves)
+    evidence = Evidence(evidence | ev.position_evidence(rollouts, halves, [4]))
+    evidence |= {"diff.live": ev.difference(mu, pi), "kl.live": ev.kl(mu, pi)}
+    assert math.isnan(evidence["kl.live"]) == all_of_them == math.isnan(evidence["diff.live"])
+    verdicts = verdicts_of(evidence)
     assert f"{side}_not_finite" in [each.name for each in verdicts]
-    rungs = (Rung("as they are", "", found["kl.live"], found["diff.live"], 0.0),)
+    rungs = (Rung("as they are", "", evidence["kl.live"], evidence["diff.live"], 0.0),)
     sizes = np.abs(np.concatenate(mu) - np.concatenate(pi))
-    explanation = Explanation(found, tuple(verdicts), rungs, (), np.arange(len(sizes)), sizes)
+    explanation = Explanation(evidence, tuple(verdicts), rungs, (), np.arange(len(sizes)), sizes)
     assert "not finite" in write_page(tmp_path / "x.html", explanation, None, title="x").read_text()
 
 

@@ -1,4 +1,4 @@
-"""What a rehearsal reports of its ranks' records: memory of all phases, and waits of all ranks."""
+"""A rehearsal reports the memory of all phases and the waits of all ranks."""
 
 import pytest
 

@@ -150,8 +150,8 @@ def test_a_server_may_keep_routers_in_float32_and_nothing_else():
     digests.add(norm, values[0])
     stored = {gate: digest(values), norm: digest(values[0])}
     for router in (values, values.float()):
-        held = [stored | {gate: digest(router)}]
-        assert Verifier().verify(servers(held), digests, "version 1") == 2
+        answer = [stored | {gate: digest(router)}]
+        assert Verifier().verify(servers(answer), digests, "version 1") == 2
     for wrong in ({gate: digest(values.float() + 1)}, {norm: digest(values[0].float())}):
         with pytest.raises(WeightPushError, match="1 of 2 tensors"):
             Verifier().verify(servers([stored | wrong]), digests, "version 1")
