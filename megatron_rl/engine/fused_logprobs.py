@@ -101,7 +101,7 @@ def fused_logprobs(
         raise ValueError(
             "into_main_grad = True, but weight has no main_grad: wrap the model in Megatron's DDP"
         )
-    shard = make_shard(len(weight), settings.vocab_size, settings.temperature, None, group)
+    shard = make_shard(len(weight), settings.vocab_size, settings.temperature, group)
     rows = gather_hidden(hidden, group, settings.sequence_parallel)
     if len(rows) != len(labels):
         raise ValueError(

@@ -66,7 +66,6 @@ def token_logprobs(
     vocab_size: int,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
-    block_rows: int | None = None,
     overwrite: bool = False,
     top: RowSets | None = None,
 ) -> TokenLogprobs:
@@ -83,10 +82,9 @@ def token_logprobs(
     constants, without gradient.  They take two more all-reduces of [T].
     overwrite: the backward pass writes the gradient over the logits, which saves its memory.
     Nothing may read them after that, and a second backward pass raises RuntimeError.
-    block_rows: rows at a time; by default as many as shards.BLOCK_BYTES allow.
     top: N ids of the rows whose log-probs are returned besides; one more all-reduce of [N].
     """
-    shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
+    shard = make_shard(logits.shape[1], vocab_size, temperature, tp_group)
     return TokenLogprobs(*_TokenLogprobs.apply(logits, labels, kept, shard, overwrite, top))
 
 

@@ -30,8 +30,6 @@ class Shard:
     """Number of columns that are not padding."""
     vocab_size: int
     temperature: float
-    block_rows: int | None
-    """Rows at a time; None: as many as BLOCK_BYTES allow."""
     group: dist.ProcessGroup | None
 
     def find(self, labels: Int[Tensor, " T"]) -> tuple[Int[Tensor, " T"], Tensor]:
@@ -42,10 +40,10 @@ class Shard:
         return local.clamp(0, max(self.columns - 1, 0)), owned
 
     def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
-        """Cut the rows into blocks of `block_rows`, or of BLOCK_BYTES; see `split`."""
+        """Cut the rows into blocks of BLOCK_BYTES; see `split`."""
         block_bytes = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])
         row_bytes = itemsize * max(self.columns, 1)
-        return self.split(num_rows, self.block_rows or max(1, block_bytes // row_bytes))
+        return self.split(num_rows, max(1, block_bytes // row_bytes))
 
     def split(self, num_rows: int, size: int) -> list[slice]:
         """Cut the rows into blocks of `size`; there are none where the shard is padding only."""
@@ -82,16 +80,12 @@ class Slopes:
 
 
 def make_shard(
-    width: int,
-    vocab_size: int,
-    temperature: float,
-    block_rows: int | None,
-    group: dist.ProcessGroup | None,
+    width: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
 ) -> Shard:
     """Return this rank's shard, where every rank of `group` has `width` columns with padding."""
     first = width * (group.rank() if group is not None else 0)
     columns = max(0, min(width, vocab_size - first))
-    return Shard(first, columns, vocab_size, temperature, block_rows, group)
+    return Shard(first, columns, vocab_size, temperature, group)
 
 
 def scan(

@@ -45,7 +45,7 @@ from megatron_rl.rollout.group_files import (
 )
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
-from megatron_rl.rollout.selection import divide_prompts, interleave
+from megatron_rl.rollout.selection import divide_prompts, interleave, replica_of
 
 
 @dataclass(frozen=True)
@@ -359,12 +359,11 @@ class Scheduler:
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
             return prompts, groups
+        is_leader = self.inference.client is not None
         kept, others = divide_prompts(
             self.queue,
-            None if self.inference.client is None else [group in groups for group in self.groups],
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            device=self.parallel.device,
+            [group in groups for group in self.groups] if is_leader else None,
+            replica_of(self.parallel),
         )
         assert all(len(prompts) == share for prompts in kept), (
             "a replica kept another number of groups than its share"

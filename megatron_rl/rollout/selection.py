@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.advantage import is_uniform
+from megatron_rl.distributed import Parallel
 from megatron_rl.records import Prompt, RolloutGroup, without_routes
 
 Draw = Callable[[int], tuple[list[Prompt], list[RolloutGroup]]]
@@ -23,28 +24,43 @@ replica, on other ranks [].
 """
 
 
+@dataclass(frozen=True)
+class Replica:
+    """The data-parallel replica of this rank."""
+
+    rank: int
+    size: int
+    """Number of replicas."""
+    is_leader: bool
+    """This rank has the groups of its replica."""
+    device: torch.device
+    """Device of the collectives."""
+
+
+def replica_of(parallel: Parallel) -> Replica:
+    leads = parallel.is_replica_leader
+    return Replica(parallel.dp_rank, parallel.dp_size, leads, parallel.device)
+
+
 def divide_prompts(
-    prompts: Sequence[Prompt],
-    flags: Sequence[bool] | None,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    device: torch.device,
+    prompts: Sequence[Prompt], flags: Sequence[bool] | None, replica: Replica
 ) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
     """Return (prompts whose flag is set, the others), each as one list per replica.
 
     flags: [n], those of this replica's prompts on its leader, None on other ranks.  Collective over
     all ranks.
     """
-    table = torch.zeros(dp_size, len(prompts) // dp_size, dtype=torch.int32, device=device)
+    size = replica.size
+    shape = (size, len(prompts) // size)
+    table = torch.zeros(shape, dtype=torch.int32, device=replica.device)
     if flags is not None:
-        table[dp_rank] = torch.tensor(flags, dtype=torch.int32)
+        table[replica.rank] = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(table)  # only leaders contribute: the sum has every flag once
-    chosen: list[list[Prompt]] = [[] for _ in range(dp_size)]
-    others: list[list[Prompt]] = [[] for _ in range(dp_size)]
-    for replica, row in enumerate(table.tolist()):
-        for prompt, is_chosen in zip(prompts[replica::dp_size], row, strict=True):
-            (chosen if is_chosen else others)[replica].append(prompt)
+    chosen: list[list[Prompt]] = [[] for _ in range(size)]
+    others: list[list[Prompt]] = [[] for _ in range(size)]
+    for rank, row in enumerate(table.tolist()):
+        for prompt, is_chosen in zip(prompts[rank::size], row, strict=True):
+            (chosen if is_chosen else others)[rank].append(prompt)
     return chosen, others
 
 
@@ -73,13 +89,10 @@ def refill(
     prompts: Sequence[Prompt],
     groups: Sequence[RolloutGroup],
     draw: Draw,
+    replica: Replica,
     *,
     max_rounds: int,
     can_draw: Callable[[int], bool] = lambda count: True,
-    dp_rank: int,
-    dp_size: int,
-    is_leader: bool,
-    device: torch.device,
 ) -> Refilled:
     """Replace groups with equal rewards by new draws until every replica has its share of others,
     at most `max_rounds` times.
@@ -88,28 +101,28 @@ def refill(
     Groups that are still missing then are groups of equal rewards: their advantage is 0, and
     rollout/zero_advantage_groups_frac counts them.  Collective over all ranks.
     """
-    share = len(prompts) // dp_size
-    kept: list[list[Prompt]] = [[] for _ in range(dp_size)]
-    uniform: list[list[Prompt]] = [[] for _ in range(dp_size)]
+    share = len(prompts) // replica.size
+    kept: list[list[Prompt]] = [[] for _ in range(replica.size)]
+    uniform: list[list[Prompt]] = [[] for _ in range(replica.size)]
     my_kept: list[RolloutGroup] = []
     my_uniform: list[RolloutGroup] = []
     rounds = sampled = 0
     while True:
         sampled += len(prompts)
         plain = without_routes(groups)
-        flags = [not is_uniform(group) for group in plain] if is_leader else None
-        divided = divide_prompts(prompts, flags, dp_rank=dp_rank, dp_size=dp_size, device=device)
-        for replica, (mixed, equal) in enumerate(zip(*divided, strict=True)):
-            kept[replica] += mixed
-            uniform[replica] += equal
+        flags = [not is_uniform(group) for group in plain] if replica.is_leader else None
+        divided = divide_prompts(prompts, flags, replica)
+        for rank, (mixed, equal) in enumerate(zip(*divided, strict=True)):
+            kept[rank] += mixed
+            uniform[rank] += equal
         for group, is_kept in zip(groups, flags or (), strict=True):
             # in the order of this replica's `kept` and `uniform`
             (my_kept if is_kept else my_uniform).append(group)
         # a draw is collective: all replicas draw as many as the one that needs most
         missing = share - min(map(len, kept))
-        if missing <= 0 or rounds == max_rounds or not can_draw(missing * dp_size):
+        if missing <= 0 or rounds == max_rounds or not can_draw(missing * replica.size):
             break
         rounds += 1
-        prompts, groups = draw(missing * dp_size)
+        prompts, groups = draw(missing * replica.size)
     chosen = [(mixed + equal)[:share] for mixed, equal in zip(kept, uniform, strict=True)]
     return Refilled(interleave(chosen), (my_kept + my_uniform)[:share], rounds, sampled)

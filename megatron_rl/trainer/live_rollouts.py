@@ -39,6 +39,7 @@ from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill as refill_groups
+from megatron_rl.rollout.selection import replica_of
 from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.first_rewards import first_rewards_warning
 from megatron_rl.trainer.rollout_metrics import (
@@ -329,12 +330,9 @@ class LiveRollouts(RolloutSource):
             # with penalties: they can make equal rewards differ, and the reverse
             self._with_penalties(groups),
             draw_more,
+            replica_of(self.parallel),
             max_rounds=self.cfg.batch.max_sampling_rounds,
             can_draw=self.scheduler.can_take,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            is_leader=self.leader is not None,
-            device=self.parallel.device,
         )
         # The step's last call, without new counts: it compares the sum over all draws with
         # replay.missing_route_budget, and sets it back to 0.

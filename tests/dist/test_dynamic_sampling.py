@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.selection import refill
+from megatron_rl.rollout.selection import Replica, refill
 from tests.dist.launch import run_ranks
 from tests.unit.batch.rollouts import make_rollout
 
@@ -63,11 +63,8 @@ def sample_until_informative(max_rounds: int) -> tuple[list[str], list[str], int
     refilled = refill(
         *draw(DP * SHARE),
         draw,
+        Replica(dp_rank, DP, is_leader, torch.device("cpu")),
         max_rounds=max_rounds,
-        dp_rank=dp_rank,
-        dp_size=DP,
-        is_leader=is_leader,
-        device=torch.device("cpu"),
     )
     groups = [group.prompt.id for group in refilled.groups]
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.selection import divide_prompts, interleave
+from megatron_rl.rollout.selection import Replica, divide_prompts, interleave
 from tests.dist.launch import run_ranks
 
 DP, SAMPLED, SHARE = 2, 5, 3
@@ -28,9 +28,8 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
     flags = [i in KEPT[dp_rank] for i in range(SAMPLED)] if is_leader else None
-    kept, left = divide_prompts(
-        prompts, flags, dp_rank=dp_rank, dp_size=DP, device=torch.device("cpu")
-    )
+    replica = Replica(dp_rank, DP, is_leader, torch.device("cpu"))
+    kept, left = divide_prompts(prompts, flags, replica)
     dist.destroy_process_group()
     return [prompt.id for prompt in interleave(kept)], [prompt.id for prompt in interleave(left)]
 

@@ -83,9 +83,11 @@ def difference(got, expected):
 def compare_logits(group, vocab, padded, sets):
     import torch
 
+    from megatron_rl.engine import shards
     from megatron_rl.engine.logprobs import token_logprobs
 
     torch.manual_seed(0)
+    shards.BLOCK_BYTES["cpu"] = 7 * 4 * padded // group.size()  # seven rows at a time
     rank, size, rows = group.rank(), group.size(), 24
     columns = slice(rank * padded // size, (rank + 1) * padded // size)
     labels, weights = make_labels(vocab, padded, size, rows), [torch.randn(rows), torch.randn(rows)]
@@ -94,9 +96,8 @@ def compare_logits(group, vocab, padded, sets):
     kept = make_sets(labels, vocab) if sets else None
     expected = token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9, top=kept)
     got = token_logprobs(
-        mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7,
-        top=kept,
-    )  # fmt: skip
+        mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, top=kept
+    )
     differentiate(expected, weights)
     differentiate(got, weights)
     pairs = [*used(got, expected), (mine.grad, whole.grad[:, columns])]

@@ -27,7 +27,7 @@ from megatron_rl.batch.transfer import (
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
-from megatron_rl.rollout.selection import divide_prompts, interleave, refill
+from megatron_rl.rollout.selection import Replica, divide_prompts, interleave, refill
 from tests.thread_ranks import node_ranks, run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
 
@@ -327,9 +327,9 @@ def test_over_sampling_every_rank_gets_what_leaders_kept():
     kept = [[True, False, True], [True, True, False], [False, True, True]]
 
     def tell(group, rank):  # ranks 3 to 5 follow a leader each
-        return divide_prompts(
-            prompts, kept[rank] if rank < 3 else None, dp_rank=rank % 3, dp_size=3, device=CPU
-        )
+        is_leader = rank < 3
+        replica = Replica(rank % 3, 3, is_leader, CPU)
+        return divide_prompts(prompts, kept[rank] if is_leader else None, replica)
 
     for chosen, others in run_thread_ranks(tell, 6):
         assert [[p.id for p in mine] for mine in chosen] == [
@@ -384,10 +384,8 @@ def test_dynamic_sampling_refills_every_replica_equally(uniform, max_rounds, ids
     def fill(group, rank):
         source = Source(uniform, rank % 2, 2, rank < 2)
         prompts, groups = source(4)
-        done = refill(
-            prompts, groups, source, max_rounds=max_rounds, dp_rank=rank % 2, dp_size=2,
-            is_leader=rank < 2, device=CPU
-        )  # fmt: skip
+        replica = Replica(rank % 2, 2, rank < 2, CPU)
+        done = refill(prompts, groups, source, replica, max_rounds=max_rounds)
         return done, source.asked
 
     for rank, (done, counts) in enumerate(run_thread_ranks(fill, 4)):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.engine import shards
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.records.row_sets import sets_of_tokens
@@ -50,6 +51,7 @@ def make_case(seed, rows=24, vocab=47, most=6):
 @pytest.mark.parametrize("block_ids", [1, 7, 1 << 22])
 def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, monkeypatch):
     monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", block_ids)
+    monkeypatch.setitem(shards.BLOCK_BYTES, "cpu", 5 * 4 * 47)  # five rows at a time
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     logits, weights = 4 * torch.randn(24, 50), torch.randn(2, 24, dtype=torch.float64)
@@ -58,7 +60,7 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
         logits.double().requires_grad_(),
     )
     got = token_logprobs(
-        x, labels, kept, vocab_size=47, temperature=temperature, overwrite=overwrite, block_rows=5
+        x, labels, kept, vocab_size=47, temperature=temperature, overwrite=overwrite
     )
     expected = enumerate_sets(y, labels, sets, 47, temperature)
     close = 1e-12 if dtype == "float64" else 5e-6

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.top_k_bias import FORMS
+from megatron_rl.engine import shards
 from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.loss.teacher import teacher_divergence
@@ -44,6 +45,7 @@ def expected_top(logits, known, temperature):
 @pytest.mark.parametrize("block_ids", [1, 1 << 22])
 def test_values_and_gradients(with_kept, which, temperature, dtype, block_ids, monkeypatch):
     monkeypatch.setattr("megatron_rl.records.row_sets.BLOCK_IDS", block_ids)
+    monkeypatch.setitem(shards.BLOCK_BYTES, "cpu", 5 * 4 * VOCAB)  # five rows at a time
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     if not with_kept:
@@ -53,9 +55,8 @@ def test_values_and_gradients(with_kept, which, temperature, dtype, block_ids, m
     x = logits.to(getattr(torch, dtype)).clone().requires_grad_()
     y = logits.double().requires_grad_()
     got = token_logprobs(
-        x, labels, kept, vocab_size=VOCAB, temperature=temperature, overwrite=True, block_rows=5,
-        top=top.sets,
-    )  # fmt: skip
+        x, labels, kept, vocab_size=VOCAB, temperature=temperature, overwrite=True, top=top.sets
+    )
     expected = expected_top(y, known, temperature)
     weights = torch.randn(len(expected), dtype=torch.float64)
     loss = (got.top * weights.to(x.dtype)).sum()

@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.data.mixture import MixedPrompts, Part
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.selection import refill
+from megatron_rl.rollout.selection import Replica, refill
 from tests.sampling_loop import GROUP, PER_STEP, training
 from tests.unit.batch.rollouts import make_rollout
 
@@ -102,11 +102,8 @@ def test_groups_are_not_replaced_where_no_prompts_are_left():
         [group.prompt for group in equal],
         equal,
         draws.append,
+        Replica(0, 1, True, torch.device("cpu")),
         max_rounds=5,
         can_draw=lambda count: count < 2,
-        dp_rank=0,
-        dp_size=1,
-        is_leader=True,
-        device=torch.device("cpu"),
     )
     assert draws == [] and refilled.groups == equal and refilled.rounds == 0
