@@ -39,6 +39,7 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
     from megatron_rl.records import Prompt
     from megatron_rl.rollout.agents.runner import EpisodeRunner
     from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.client.sampling import SampleRules
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     spec = ModelSizes(
@@ -47,7 +48,10 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
     agent = AgentConfig(function=f"{Path(__file__).stem}:our_rollout", renderer="qwen3")
     runner = EpisodeRunner(agent, tokenizer, spec.vocab_size, 0)
     client = RolloutClient(
-        [url], RolloutConfig(max_concurrency=4096), spec=spec, want_routes=False, episodes=runner
+        [url],
+        RolloutConfig(max_concurrency=4096),
+        SampleRules(spec, want_routes=False),
+        episodes=runner,
     )
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     ids = tuple(tokenizer.encode(text))

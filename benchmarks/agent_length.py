@@ -149,7 +149,7 @@ def measure(ways: Sequence[str], turns: int, repeats: int, routes: bool, profile
     from megatron_rl.rollout.agents.branch import Branch
     from megatron_rl.rollout.agents.runner import EpisodeRunner
     from megatron_rl.rollout.client.client import RolloutClient
-    from megatron_rl.rollout.client.sampling import Sampling
+    from megatron_rl.rollout.client.sampling import SampleRules, Sampling
     from megatron_rl.rollout.garbage_collection import postpone_full_collections
     from megatron_rl.rollout.group import Group
 
@@ -174,9 +174,7 @@ def measure(ways: Sequence[str], turns: int, repeats: int, routes: bool, profile
 
     async def run(way: str, url: str) -> list[float]:
         clock.clear()
-        client = RolloutClient(
-            [url], RolloutConfig(), spec=spec, want_routes=routes, episodes=runner
-        )
+        client = RolloutClient([url], RolloutConfig(), SampleRules(spec, routes), episodes=runner)
         if way == "request":
             await requests_alone(url, client, turns, clock)
         else:

@@ -51,6 +51,7 @@ def make_client(url: str, rollout: Any, *, routes: bool) -> Any:
     from megatron_rl.models.spec import ModelSizes
     from megatron_rl.rollout.agents.runner import EpisodeRunner
     from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.client.sampling import SampleRules
 
     logging.disable(logging.WARNING)
     tokenizer = loaded_tokenizer()
@@ -63,7 +64,7 @@ def make_client(url: str, rollout: Any, *, routes: bool) -> Any:
     )
     runner.function = rollout
     cfg = RolloutConfig(max_concurrency=8192)
-    return RolloutClient([url], cfg, spec=spec, want_routes=routes, episodes=runner)
+    return RolloutClient([url], cfg, SampleRules(spec, routes), episodes=runner)
 
 
 async def run(client: Any, count: int, prompt_tokens: int) -> list[Any]:

@@ -62,6 +62,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.response_json import parse_body
 from megatron_rl.rollout.client.routed_experts import decode_routed_experts
+from megatron_rl.rollout.client.sampling import SampleRules
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
 SPEC = ModelSizes(
@@ -268,7 +269,7 @@ def measure_loop(tokens: int, repeats: int) -> dict[str, Any]:
     parsers = (("parse_body", parse_body), ("json.loads", lambda body: json.loads(bytes(body))))
     with server(tokens) as url:
         for repeat, (name, parse) in itertools.product(range(-1, repeats), parsers):
-            client = RolloutClient([url], cfg, spec=SPEC, want_routes=True)
+            client = RolloutClient([url], cfg, SampleRules(SPEC, want_routes=True))
             with (
                 patch.object(module_of_requests(), "parse_body", parse),
                 patched_loop(client, waits[name]),

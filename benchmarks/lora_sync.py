@@ -25,6 +25,7 @@ from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import full_model
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.adapter_slots import max_age, slot_options
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.hf.peft_folder import ROOT
@@ -115,10 +116,8 @@ def sample(cfg: Config, adapters: dict[str, torch.Tensor] | None) -> list[Rollou
                 run=run,
             )
             pusher.push(lambda: given(adapters), 0)
-        client = RolloutClient(
-            [server.url], rollout, spec=TINY_SPEC, want_routes=True,
-            by_adapter=adapters is not None, run=run,
-        )  # fmt: skip
+        rules = SampleRules(TINY_SPEC, want_routes=True, by_adapter=adapters is not None)
+        client = RolloutClient([server.url], rollout, rules, run=run)
         groups = client.generate(
             prompts, GROUP, policy_version=0, temperature=1.0, max_tokens=TOKENS, stop_token_ids=()
         )

@@ -53,6 +53,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.ports import free_port
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.sync.push import WeightPusher
@@ -245,7 +246,7 @@ def measure_server(
         cfg = configuration(path, trainer, dtype)
         engine = Engine(cfg, parallel, total_updates=1)
         spec = engine.spec
-        client = RolloutClient([url], cfg.rollout, spec=spec, want_routes=cfg.needs_routes)
+        client = RolloutClient([url], cfg.rollout, SampleRules(spec, cfg.needs_routes))
         for quantize in (None, cfg.rollout.quantize_keep) if dtype == "bfloat16" else (None,):
             version += 1
             with weight_pusher(url, path, dtype, scratch, quantize) as pusher:

@@ -33,6 +33,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.scheduler import Scheduler
 from tests.fake_server import SPEC, FakeServer
@@ -192,7 +193,7 @@ def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Re
             time.sleep(workload.sync)
             server.version = version
 
-        client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=False)
+        client = RolloutClient([server.url], cfg.rollout, SampleRules(SPEC, want_routes=False))
         pusher = SimpleNamespace(push=push, set_urls=lambda urls: None)
         inference = Inference(
             lambda: (), client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print

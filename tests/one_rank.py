@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream, HFTensor
@@ -58,7 +59,7 @@ def one_rank_inference(
             disk_dir=cfg.run_dir / "weights",
         ),
     )
-    client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
+    client = RolloutClient(urls, cfg.rollout, SampleRules(spec, want_routes=True))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield Inference(

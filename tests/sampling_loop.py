@@ -13,6 +13,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -48,7 +49,9 @@ class Loop:
         self, cfg, urls, model, parallel=PARALLEL, *, leads: bool = True, server_pool=None
     ) -> None:
         self.cfg, self.model = cfg, model
-        client = RolloutClient(urls, cfg.rollout, spec=SPEC, want_routes=True) if leads else None
+        client = (
+            RolloutClient(urls, cfg.rollout, SampleRules(SPEC, want_routes=True)) if leads else None
+        )
         pusher = SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
         self.inference = Inference(
             lambda: (), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print

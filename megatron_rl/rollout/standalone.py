@@ -20,7 +20,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import for_evaluation
+from megatron_rl.rollout.client.sampling import SampleRules, for_evaluation
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     ServerInfo,
@@ -73,8 +73,7 @@ class StandaloneSampler:
             self.client = RolloutClient(
                 urls,
                 self.cfg.rollout,
-                spec=self.spec,
-                want_routes=False,
+                SampleRules(self.spec, want_routes=False),
                 episodes=episodes,
                 run=self.run,
             )

@@ -29,6 +29,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.inference import Inference, Pusher
 from megatron_rl.rollout.server.adapter_slots import check_slots, max_age, slot_options
@@ -228,13 +229,16 @@ def make_leader(
 
     Client and reward pool record into the run's trace.
     """
+    rules = SampleRules(
+        spec,
+        cfg.needs_routes,
+        drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+        by_adapter=cfg.rollout.weight_sync == "adapter",
+    )
     client = RolloutClient(
         servers.urls,
         cfg.rollout,
-        spec=spec,
-        want_routes=cfg.needs_routes,
-        drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
-        by_adapter=cfg.rollout.weight_sync == "adapter",
+        rules,
         episodes=make_runner(cfg, tokenizer, spec.vocab_size, servers.longest_input),
         run=servers.run,
         teachers=make_teachers(cfg, spec),

@@ -23,6 +23,7 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from tests.conversations.model import FORMATS, RandomModel, universal_tokenizer
 from tests.conversations.proof import PROGRAMS, Program, violations
 from tests.fake_server import SPEC, VERSION, FakeServer
@@ -109,7 +110,7 @@ def client_of(
     runner = EpisodeRunner(
         agent, tokenizer, len(tokenizer), 1, (LONGEST, "the test"), hidden_env=[]
     )
-    return RolloutClient([url], cfg, spec=spec, want_routes=True, episodes=runner)
+    return RolloutClient([url], cfg, SampleRules(spec, want_routes=True), episodes=runner)
 
 
 if __name__ == "__main__":

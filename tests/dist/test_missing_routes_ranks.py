@@ -241,6 +241,7 @@ def sample_steps(cases, folder):
     from megatron_rl.records import Prompt
     from megatron_rl.reward.pool import Rewarded
     from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.client.sampling import SampleRules
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.saved.rollout_recorder import Recorder
     from megatron_rl.trainer.live_rollouts import Leader, LiveRollouts
@@ -270,9 +271,9 @@ def sample_steps(cases, folder):
             client = RolloutClient(
                 [server.url],
                 cfg.rollout,
-                spec=SPEC,
-                want_routes=True,
-                drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+                SampleRules(
+                    SPEC, True, drop_missing_routes=cfg.replay.on_missing_route == "drop_sample"
+                ),
             )
             rewards = SimpleNamespace(totals=dict, score_episodes=scores)
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))

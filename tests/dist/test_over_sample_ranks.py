@@ -64,6 +64,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     from megatron_rl.metrics.console import Console
     from megatron_rl.reward.pool import Rewarded
     from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.client.sampling import SampleRules
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.saved.rollout_recorder import Recorder
     from megatron_rl.trainer.live_rollouts import Leader, LiveRollouts
@@ -87,7 +88,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     )
     tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
     with FakeServer("slow", "ok") as server:
-        client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], cfg.rollout, SampleRules(SPEC, want_routes=True))
         leader = Leader(
             client,
             SimpleNamespace(totals=dict, score_episodes=zeros),

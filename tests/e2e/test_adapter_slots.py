@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config import Config, load_config
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.adapter_slots import check_slots, max_age, slot_options
@@ -132,7 +133,10 @@ def inference(cfg, server, adapters):
     """Return the Inference of a run; its next push sends the adapter of the next version."""
     run = "0a0b0c0d"
     client = RolloutClient(
-        [server.url], cfg.rollout, spec=TINY_SPEC, want_routes=True, by_adapter=True, run=run
+        [server.url],
+        cfg.rollout,
+        SampleRules(TINY_SPEC, want_routes=True, by_adapter=True),
+        run=run,
     )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -31,6 +31,7 @@ def check_served(root: Path) -> None:
     from megatron_rl.engine.parity import compare
     from megatron_rl.records import Prompt
     from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.client.sampling import SampleRules
     from megatron_rl.rollout.server.process import launch_server
     from megatron_rl.weights.sync.push import WeightPusher
     from megatron_rl.weights.sync.pushed_weights import PushedWeights
@@ -53,9 +54,7 @@ def check_served(root: Path) -> None:
             verify_every=1,
         )
         report = pusher.push(lambda: engine.export_parts(1), 1)
-        client = RolloutClient(
-            [server.url], cfg.rollout, spec=spec, want_routes=bool(spec.moe_layers)
-        )
+        client = RolloutClient([server.url], cfg.rollout, SampleRules(spec, bool(spec.moe_layers)))
         prompts = [
             Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="")
             for i in range(4)

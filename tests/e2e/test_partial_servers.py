@@ -13,7 +13,7 @@ from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt, Rollout, version_spans
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher
@@ -64,7 +64,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     """
     settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
     cfg = rollout_config.model_copy(update=settings)
-    client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
+    client = RolloutClient([sglang_server.url], cfg, SampleRules(TINY_SPEC, want_routes=True))
     checkpoints: dict[int, Path] = {}
     groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     for seed in (11, 12, 13):
@@ -115,7 +115,7 @@ def test_episodes_continue_under_the_weights_of_a_push(
     agent = AgentConfig(function=f"{__name__}:three_turns")
     runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
     client = RolloutClient(
-        [sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True, episodes=runner
+        [sglang_server.url], cfg, SampleRules(TINY_SPEC, want_routes=True), episodes=runner
     )
     checkpoints: dict[int, Path] = {}
     groups = [Group(prompt, GROUP) for prompt in PROMPTS]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.ports import free_port
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
@@ -79,7 +80,9 @@ def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int)
     """The same prompt as ever: a prefix cached under other weights would give other log-probs or
     routes.
     """
-    client = RolloutClient([sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=True)
+    client = RolloutClient(
+        [sglang_server.url], rollout_config, SampleRules(TINY_SPEC, want_routes=True)
+    )
     settings = {
         "temperature": 1.0,
         "max_tokens": 12,

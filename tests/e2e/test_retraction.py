@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.rollout.server.server_pool import ServerPool
 from tests.e2e.reference import TINY_SPEC, assert_is_from, wrong_tokens
@@ -51,7 +52,9 @@ def test_retracted_responses_are_kept_and_every_row_is_the_models(
                 http.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
                 http.post("/continue_generation", json={}).raise_for_status()
 
-    client = RolloutClient([sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=True)
+    client = RolloutClient(
+        [sglang_server.url], rollout_config, SampleRules(TINY_SPEC, want_routes=True)
+    )
     version = int(server_info(sglang_server.url).weight_version)
     thread = threading.Thread(target=retract)
     thread.start()
@@ -126,7 +129,7 @@ def test_every_row_of_a_crowded_server_is_the_models(
         tiny_checkpoint, cfg, device="cpu", log_dir=tmp_path, log=print, seed=0, weight_version="0"
     )  # fmt: skip
     with pool:
-        client = RolloutClient(pool.take(), cfg, spec=TINY_SPEC, want_routes=True)
+        client = RolloutClient(pool.take(), cfg, SampleRules(TINY_SPEC, want_routes=True))
         groups = client.generate(
             shared_prompts(32 * num_servers), 8, max_tokens=160, policy_version=0, **SETTINGS
         )

@@ -22,7 +22,7 @@ from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.records import Prompt
 from megatron_rl.records.row_sets import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.sampling_defaults import (
     check_masks,
@@ -47,7 +47,7 @@ def sample(sglang_server, rollout_config):
 
     def call(prompts=PROMPTS, group_size=4, want_routes=True, **overrides):
         client = RolloutClient(
-            [sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=want_routes
+            [sglang_server.url], rollout_config, SampleRules(TINY_SPEC, want_routes)
         )
         settings = {
             "temperature": 1.0,
@@ -132,7 +132,7 @@ def test_kept_sets_of_a_response_that_was_cut_and_continued(
     cfg = rollout_config.model_copy(
         update={"partial": "resume", "over_sample": 1.0, "max_staleness": 1}
     )
-    client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
+    client = RolloutClient([sglang_server.url], cfg, SampleRules(TINY_SPEC, want_routes=True))
     version = int(server_info(sglang_server.url).weight_version)
     sampling = Sampling(1.0, 200, (), version, truncation=Truncation(0.9, 20, 0.0))
     groups = [

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import RolloutError
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.ports import free_port
 from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
 from tests.e2e.reference import TINY_SPEC, assert_is_from
@@ -69,7 +70,7 @@ def router(module: str, worker: str, log_path: Path):
 
 
 def sample(url, rollout_config, version: int):
-    client = RolloutClient([url], rollout_config, spec=TINY_SPEC, want_routes=True)
+    client = RolloutClient([url], rollout_config, SampleRules(TINY_SPEC, want_routes=True))
     settings = {
         "temperature": 1.0,
         "max_tokens": 12,

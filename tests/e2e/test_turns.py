@@ -16,6 +16,7 @@ from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
@@ -91,7 +92,7 @@ def make_client(urls, cfg, function="three_turns", **settings):
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     tokenizer = small_qwen_tokenizer() if agent.renderer else word_tokenizer()
     runner = EpisodeRunner(agent, tokenizer, TINY_SPEC.vocab_size, cfg.max_retries)
-    return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(urls, cfg, SampleRules(TINY_SPEC, want_routes=True), episodes=runner)
 
 
 def sample(client, version, group_size=3, max_tokens=64):

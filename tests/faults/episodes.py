@@ -23,7 +23,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_model import END, TurnModel, assert_turn_fingerprints
@@ -170,7 +170,7 @@ def _run(trial: EpisodeTrial, folder: Path, hanging_seconds: float) -> EpisodeOu
 def _client(server: FakeServer, *others: FakeServer, runner: EpisodeRunner) -> RolloutClient:
     cfg = RolloutConfig(max_retries=4, partial="resume", over_sample=0.5, max_staleness=1)
     urls = [each.url for each in (server, *others)]
-    return RolloutClient(urls, cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(urls, cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
 
 
 def _fill(

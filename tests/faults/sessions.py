@@ -29,6 +29,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents import Episode, Session
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer
@@ -85,7 +86,7 @@ def measure(sessions: int) -> Measured:
         Prompt(f"q{i}", "", (3, 4 + i % 50, 5 + i // 50), "") for i in range(sessions // GROUP)
     ]
     with fake_server() as url, timed_callbacks() as blocks:
-        client = RolloutClient([url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        client = RolloutClient([url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
         postpone_full_collections()  # as a run does before its first step
         before, cpu, started = memory(), time.process_time(), time.monotonic()
         groups = client.generate(

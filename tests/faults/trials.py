@@ -150,7 +150,10 @@ def attempt(trial: Trial, deadline: float) -> tuple[Outcome, bool, int]:
             else None
         )
         client = RolloutClient(
-            [server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner
+            [server.url for server in servers],
+            cfg,
+            SampleRules(SPEC, want_routes=True),
+            episodes=runner,
         )
         # it gets the first requests
         client.balancer.servers[servers.index(bad)].tokens = -1_000_000

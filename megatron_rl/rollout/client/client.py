@@ -23,7 +23,6 @@ import aiohttp
 import httpx
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.call import Call, Commands, Episodes, GroupCancelled, this_task
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
@@ -49,10 +48,7 @@ OnProgress = Callable[[], object]
 class RolloutClient(GroupSampler):
     """Calls that sample many groups at once, each in the thread that makes it.
 
-    All servers at `urls` serve the model of `spec`.
-    drop_missing_routes: a sample with a row that holds no route is requested again
-    (replay.on_missing_route = drop_sample).
-    by_adapter: requests name the adapter of their version (rollout.weight_sync = adapter).
+    All servers at `urls` serve the model of `rules.spec`.
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     run: the run whose weights the servers have (weights/version.py).
     teachers: they score the groups that name one, each as soon as it is sampled.
@@ -62,16 +58,12 @@ class RolloutClient(GroupSampler):
         self,
         urls: Sequence[str],
         cfg: RolloutConfig,
+        rules: SampleRules,
         *,
-        spec: ModelSizes,
-        want_routes: bool,
-        drop_missing_routes: bool = False,
-        by_adapter: bool = False,
         episodes: Episodes | None = None,
         run: str = "",
         teachers: Teachers | None = None,
     ) -> None:
-        rules = SampleRules(spec, want_routes, drop_missing_routes, by_adapter)
         super().__init__(urls, cfg, rules, run)
         self.episodes, self.teachers = episodes, teachers
         # made once, as reading certificates takes 20 ms, too long for the event loop

@@ -87,7 +87,10 @@ def client_of(servers, function, *, idle_timeout_seconds=5.0, **settings):
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
     return RolloutClient(
-        [server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner
+        [server.url for server in servers],
+        cfg,
+        SampleRules(SPEC, want_routes=True),
+        episodes=runner,
     )
 
 
@@ -647,7 +650,7 @@ def environment_client(server, name, **settings):
         AgentConfig(environment=f"{__name__}:{name}", **settings),
     )
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
 
 
 def test_an_environment_answers_every_turn():

@@ -51,7 +51,7 @@ def client_of(server, function, **settings):
     limit = settings.pop("sequence_limit", None)
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries, limit)
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
 
 
 def sample(client, *, group_size=1, max_tokens=64):
@@ -365,7 +365,7 @@ def test_turns_of_conversations_get_their_rewards():
     runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, 0, (2000, "the test"))
     with FakeServer("ok", source=chat_sample) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(), spec=CHAT_SPEC, want_routes=True, episodes=runner
+            [server.url], RolloutConfig(), SampleRules(CHAT_SPEC, want_routes=True), episodes=runner
         )
         settings = {
             "policy_version": VERSION,
@@ -399,7 +399,9 @@ def test_messages_follow_the_last_turn_of_its_sequence(monkeypatch):
     )
     with FakeServer("ok", source=TurnModel(version=VERSION)) as server:
         cfg = RolloutConfig(max_retries=0)
-        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        client = RolloutClient(
+            [server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner
+        )
         rollouts = [rollout for group in sample(client) for rollout in group.rollouts]
     assert len(extended) == len(rollouts) > 0  # in the order in which the episodes came to it
     messages_of = {
@@ -437,7 +439,9 @@ def test_a_turn_after_raw_text_is_read_from_all_tokens_before_it():
     )
     with FakeServer("ok", source=TurnModel(version=VERSION)) as server:
         cfg = RolloutConfig(max_retries=0)
-        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        client = RolloutClient(
+            [server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner
+        )
         groups = sample(client)
     start = len(PROMPTS[0].token_ids)
     # after messages: the turn before, of one token, and the two that the format wrote

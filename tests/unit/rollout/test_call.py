@@ -20,7 +20,7 @@ from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, RETURN_SECONDS, STOP_SECONDS
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
@@ -33,7 +33,9 @@ LOOK = 0.05  # seconds in which an alarm of the fake clock has looked several ti
 
 
 def client_of(server: FakeServer, **settings) -> RolloutClient:
-    return RolloutClient([server.url], RolloutConfig(**settings), spec=SPEC, want_routes=True)
+    return RolloutClient(
+        [server.url], RolloutConfig(**settings), SampleRules(SPEC, want_routes=True)
+    )
 
 
 def new(*numbers: int, size: int = 2) -> list[Group]:
@@ -124,7 +126,9 @@ def collected(monkeypatch) -> list[float]:
 
 
 def test_a_client_that_is_stopped_before_its_first_call_refuses_it():
-    client = RolloutClient(["http://127.0.0.1:1"], RolloutConfig(), spec=SPEC, want_routes=True)
+    client = RolloutClient(
+        ["http://127.0.0.1:1"], RolloutConfig(), SampleRules(SPEC, want_routes=True)
+    )
     client.stop()
     with pytest.raises(RolloutError, match="was stopped"):
         client.fill(new(0), SAMPLING)

@@ -12,6 +12,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import RETURN_SECONDS
+from megatron_rl.rollout.client.sampling import SampleRules
 from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
 
@@ -20,7 +21,7 @@ PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
 
 def make_client(*urls: str, max_retries: int = 2, want_routes: bool = True) -> RolloutClient:
     return RolloutClient(
-        urls, RolloutConfig(max_retries=max_retries), spec=SPEC, want_routes=want_routes
+        urls, RolloutConfig(max_retries=max_retries), SampleRules(SPEC, want_routes)
     )
 
 
@@ -216,7 +217,9 @@ def test_a_missing_route_is_kept_or_drops_the_sample(fault):
     assert all(rollout.missing_routes is None for rollout in group.rollouts[1:])
     with FakeServer(fault, "ok") as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_missing_routes=True
+            [server.url],
+            RolloutConfig(),
+            SampleRules(SPEC, want_routes=True, drop_missing_routes=True),
         )
         (group,) = generate(client)
     assert dict(client.counters.dropped) == {"routes_gap": 1} and len(server.requests) == 2
@@ -231,7 +234,7 @@ def test_missing_routes_in_every_answer_spend_the_retries_and_are_named():
         ):
             generate(
                 RolloutClient(
-                    [server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=True
+                    [server.url], cfg, SampleRules(SPEC, want_routes=True, drop_missing_routes=True)
                 )
             )
 
@@ -306,5 +309,5 @@ def test_the_api_key_is_sent(monkeypatch):
     monkeypatch.setenv("SERVER_KEY", "sesame")
     with FakeServer("ok") as server:
         cfg = RolloutConfig(api_key_env="SERVER_KEY")
-        generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True))
+        generate(RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True)))
     assert server.requests[0]["headers"]["Authorization"] == "Bearer sesame"

@@ -15,7 +15,7 @@ from megatron_rl.rollout.client import group_sampler
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.group_sampler import RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, answer, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, send
@@ -25,7 +25,9 @@ PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(8)]
 
 def client_of(*servers: FakeServer, clock=None, **settings) -> RolloutClient:
     cfg = RolloutConfig(over_sample=0.5, partial="resume", max_staleness=1, **settings)
-    client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
+    client = RolloutClient(
+        [server.url for server in servers], cfg, SampleRules(SPEC, want_routes=True)
+    )
     client.balancer.clock = clock or client.balancer.clock
     return client
 

@@ -18,6 +18,7 @@ from megatron_rl.rollout.agents.question import ApiError, RawQuestion
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.text_completions import TextCompletionRequest, as_prompts
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
 from tests.unit.rollout.test_endpoint import (
@@ -288,7 +289,9 @@ def test_a_program_without_a_chat_format_is_served():
     agent = AgentConfig(function=f"{__name__}:stops_at_tokens")
     with FakeServer("ok", source=source) as server:
         runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, 1, (2000, "the test"))
-        client = RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
+        client = RolloutClient(
+            [server.url], cfg, SampleRules(CHAT_SPEC, want_routes=True), episodes=runner
+        )
         (group,) = client.generate(
             [PROMPT], 1, policy_version=VERSION, temperature=1.0, max_tokens=600, stop_token_ids=()
         )

@@ -10,7 +10,7 @@ from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, VERSION, FakeServer, send
@@ -134,7 +134,7 @@ def test_what_happens_twice_is_counted_twice(scenario, clock, monkeypatch):
     source = {"source": FakeModel(version=VERSION)} if scenario in (cut_and_resumed, late) else {}
     with (Refusing if scenario is lost else FakeServer)("ok", **source) as server:
         client = RolloutClient(
-            [server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=drops
+            [server.url], cfg, SampleRules(SPEC, want_routes=True, drop_missing_routes=drops)
         )
         client.balancer.clock = clock
         client.clock = clock if scenario is late else client.clock

@@ -39,7 +39,7 @@ from megatron_rl.rollout.agents.question import ApiError
 from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
@@ -97,7 +97,9 @@ def client_of(server, longest=2000, **settings):
         user_processes(agent, ["SERVERS"]),
         hidden_env=["SERVERS"],
     )
-    return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(
+        [server.url], cfg, SampleRules(CHAT_SPEC, want_routes=True), episodes=runner
+    )
 
 
 def sample(server, function=None, max_tokens=600, longest=2000, **settings):

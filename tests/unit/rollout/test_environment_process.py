@@ -23,6 +23,7 @@ from megatron_rl.rollout.agents.environment import EnvironmentRollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner, check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.workers import forks
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.sessions import measure
@@ -339,7 +340,7 @@ def client_of(server, function, **settings):
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
     return RolloutClient(
-        [server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner
+        [server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True), episodes=runner
     )
 
 

@@ -18,7 +18,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeCall, EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
 from tests.fake_model import TurnModel
@@ -35,7 +35,7 @@ def client_of(server, function, **settings):
     cfg = RolloutConfig(max_retries=1, partial="resume", over_sample=0.5, max_staleness=1)
     agent = AgentConfig(function=f"{__name__}:{function.__name__}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
-    client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    client = RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
     calls.clear()
     make_call, runner.call = (
         runner.call,

@@ -440,7 +440,7 @@ def test_a_client_of_another_mode_takes_one_version_only():
     model = FakeModel(version=8)
     with FakeServer("ok", source=model) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+            [server.url], RolloutConfig(max_retries=0), SampleRules(SPEC, want_routes=True)
         )
         prompt, settings = (
             Prompt("q", "", (3, 4, 5), ""),

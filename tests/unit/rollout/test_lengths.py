@@ -12,6 +12,7 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.trainer.rollout_metrics import count_discarded
 from tests.fake_model import END
 from tests.fake_server import SPEC, VERSION, FakeServer
@@ -73,7 +74,7 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
             idle_timeout_seconds=PATIENCE,
             max_retries=20,
         )
-        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True))
         client.clock, server.late = clock, lambda: clock.advance(1.0)
         groups = client.generate(
             PROMPTS,
@@ -95,7 +96,7 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
 
 def test_dropped_responses_are_counted_with_their_length():
     with FakeServer("stale", "ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         client.generate(
             PROMPTS[:1], 4, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION
         )

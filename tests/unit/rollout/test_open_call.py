@@ -13,7 +13,7 @@ from megatron_rl.launch.trace import OFF
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel, assert_fingerprints
@@ -35,7 +35,7 @@ def test_a_signal_while_a_weight_sync_waits_keeps_every_token(monkeypatch):
     monkeypatch.setattr(Call, "drain", drain)
     with FakeServer("slow", source=FakeModel(version=3)) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+            [server.url], RolloutConfig(max_retries=0), SampleRules(SPEC, want_routes=True)
         )
 
         def stop():
@@ -69,7 +69,7 @@ def test_a_signal_that_comes_as_a_call_ends_is_no_error(monkeypatch):
     monkeypatch.setattr(asyncio, "run", run_and_stop)
     with FakeServer("ok", source=FakeModel(version=3)) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+            [server.url], RolloutConfig(max_retries=0), SampleRules(SPEC, want_routes=True)
         )
         (group,) = client.fill([Group(PROMPTS[0], 2)], SAMPLING)
         assert group.is_complete

@@ -8,6 +8,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import RolloutCounters, class_of
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import recorded_samples
@@ -16,7 +17,7 @@ PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i 
 
 
 def make_client(*urls: str, **settings) -> RolloutClient:
-    return RolloutClient(urls, RolloutConfig(**settings), spec=SPEC, want_routes=True)
+    return RolloutClient(urls, RolloutConfig(**settings), SampleRules(SPEC, want_routes=True))
 
 
 def generate(client: RolloutClient, prompts=tuple(PROMPTS), group_size: int = 2, **overrides):

@@ -15,7 +15,7 @@ from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import drop_older
 from megatron_rl.rollout.client.response import ended, join_parts
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
@@ -117,7 +117,7 @@ def test_an_abort_that_comes_with_the_last_token_does_not_hide_the_end(tokens):
 
 def make_client(server: FakeServer, **settings) -> RolloutClient:
     cfg = RolloutConfig(over_sample=0.5, partial="resume", max_staleness=1, **settings)
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True))
 
 
 def fill(client, groups, version, keep=None, stop=(END,)) -> list[Group]:
@@ -333,7 +333,9 @@ def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again
     """Sampled again it would be shorter: what takes longest is what the deadline meets."""
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(request_timeout_seconds=5.0), spec=SPEC, want_routes=True
+            [server.url],
+            RolloutConfig(request_timeout_seconds=5.0),
+            SampleRules(SPEC, want_routes=True),
         )
         client.clock, server.late = clock, lambda: clock.advance(5.0)
         (group,) = client.generate(
@@ -363,7 +365,7 @@ def test_a_signal_keeps_the_prefix_of_every_response():
     favour short ones.
     """
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
 
         def sample() -> None:
@@ -377,7 +379,7 @@ def test_a_signal_keeps_the_prefix_of_every_response():
         waiting.join()
         (cut,) = [group for group in groups if not group.is_complete]
         assert sorted(cut.prefixes) == [0, 1] and client.counters.redrawn_samples == 0
-        again = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        again = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         fill(again, groups, 3)
     for rollout in (rollout for group in groups for rollout in group.rollout_group().rollouts):
         assert rollout.response_length == 6
@@ -388,7 +390,7 @@ def test_a_signal_keeps_the_prefix_of_every_response():
 def test_when_one_group_fails_permanently_the_others_keep_their_prefixes():
     """As when a server dies: what is missing is sampled from the others, and continues."""
     with FakeServer("slow", "http_400", source=FakeModel(version=3)) as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
         with pytest.raises(RolloutError, match="input too long"):
             fill(client, groups, 3)

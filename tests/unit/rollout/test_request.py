@@ -26,7 +26,7 @@ from megatron_rl.rollout.client.request import (
     connections,
     late_seconds,
 )
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
@@ -157,7 +157,9 @@ def test_an_answer_to_an_abort_at_the_deadline_has_a_tenth_of_it_at_most_half_a_
 
 
 def client_of(server: FakeServer, **settings) -> RolloutClient:
-    return RolloutClient([server.url], RolloutConfig(**settings), spec=SPEC, want_routes=True)
+    return RolloutClient(
+        [server.url], RolloutConfig(**settings), SampleRules(SPEC, want_routes=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import num_tokens
+from megatron_rl.rollout.client.sampling import SampleRules
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample, with_meta
 from tests.unit.launch.test_trace import check_names, check_nesting
@@ -42,8 +43,7 @@ def sample(servers, runner=None, group_size=2):
     client = RolloutClient(
         [each.url for each in servers],
         RolloutConfig(),
-        spec=SPEC,
-        want_routes=True,
+        SampleRules(SPEC, want_routes=True),
         episodes=runner,
     )
     client.trace = Trace(is_on=True)
@@ -154,6 +154,6 @@ def test_what_a_server_says_about_its_time_is_that_of_the_slowest_sample():
 
 def test_off_a_request_records_nothing():
     with FakeServer("ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         client.generate(PROMPTS[:1], 1, **SETTINGS)
     assert client.trace.take() == []

@@ -63,7 +63,7 @@ def with_mask(rollout, seed=0):
 
 def test_a_request_asks_for_the_sets_and_a_response_has_them():
     with FakeServer("ok", source=masked_sample) as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        client = RolloutClient([server.url], RolloutConfig(), SampleRules(SPEC, want_routes=True))
         group = Group(PROMPT, 3)
         client.fill([group], SAMPLING)
         client.fill([Group(PROMPT, 1)], replace(SAMPLING, truncation=None))
@@ -150,7 +150,7 @@ def test_a_sample_of_an_evaluation_needs_no_sets():
 def test_a_server_without_sets_is_named_after_the_retries():
     with FakeServer("ok") as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=False
+            [server.url], RolloutConfig(max_retries=0), SampleRules(SPEC, want_routes=False)
         )
         with pytest.raises(RolloutError, match="bad_mask: no output_token_sampling_mask.*0.5.16"):
             client.fill([Group(PROMPT, 1)], SAMPLING)

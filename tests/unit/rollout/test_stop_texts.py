@@ -22,6 +22,7 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.stops import Stops, reply_before
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.sampling import SampleRules
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import make_sample, random_routes
 from tests.unit.rollout.test_endpoint import TOKENIZER, USER, chat_sample, connected, sample
@@ -204,7 +205,9 @@ def test_a_text_that_continues_with_the_space_of_its_answer_is_one_sequence():
     cfg = RolloutConfig(max_retries=0)
     runner = EpisodeRunner(AgentConfig(function=f"{__name__}:writes_on"), SPACES, 64, 0)
     with FakeServer("ok", source=source) as server:
-        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        client = RolloutClient(
+            [server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner
+        )
         settings = {"policy_version": VERSION, "temperature": 1.0, "stop_token_ids": ()}
         prompts = [Prompt("q", "", (3, 4), "")]
         (group,) = client.generate(prompts, 1, max_tokens=64, **settings)

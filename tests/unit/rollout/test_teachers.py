@@ -16,7 +16,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import teachers as teachers_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import RetryableError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.client.score_request import ScoreRequest
 from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.group import Group
@@ -48,7 +48,7 @@ def teachers_of(*urls: str, name: str = "math", top_k: int = 0, **settings) -> T
 
 def client_of(server: FakeServer, teachers: Teachers, **settings) -> RolloutClient:
     cfg = RolloutConfig(**settings)
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, teachers=teachers)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), teachers=teachers)
 
 
 def score(teachers: Teachers, group: Group) -> None:

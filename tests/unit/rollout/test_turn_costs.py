@@ -13,7 +13,7 @@ from megatron_rl.rollout.agents import conversation
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client import response
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_server import VERSION, FakeServer
 from tests.unit.rollout.test_endpoint import CHAT_SPEC, PROMPT, TOKENIZER, USER, chat_sample
@@ -79,7 +79,7 @@ def test_late_turns_take_no_more_than_early_ones(function, monkeypatch):
     source = partial(chat_sample, reply=lambda text: "6")
     with FakeServer("ok", source=source) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(), spec=CHAT_SPEC, want_routes=True, episodes=runner
+            [server.url], RolloutConfig(), SampleRules(CHAT_SPEC, want_routes=True), episodes=runner
         )
         (group,) = client.fill([Group(PROMPT, 1)], Sampling(1.0, 4000, (), VERSION))
         starts = [body.get("routed_experts_start_len", 0) for body in server.requests]

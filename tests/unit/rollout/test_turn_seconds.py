@@ -17,7 +17,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.agents.recorded import turns_of
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts, to_rollout
@@ -49,7 +49,7 @@ def client_of(server):
     cfg = RolloutConfig(max_retries=1, partial="resume", over_sample=0.5, max_staleness=1)
     agent = AgentConfig(function=f"{__name__}:pausing")
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
 
 
 def fill(client, group):

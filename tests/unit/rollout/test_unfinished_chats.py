@@ -18,7 +18,7 @@ from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records.token_sets import TokenSets, check_mask
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_server import VERSION, FakeServer, wait_for
@@ -105,7 +105,9 @@ def client_of(server, **agent):
     cfg = RolloutConfig(max_retries=1, partial="resume", over_sample=0.5, max_staleness=1)
     cfg_agent = AgentConfig(renderer="qwen3", **agent)
     runner = EpisodeRunner(cfg_agent, TOKENIZER, CHAT_SPEC.vocab_size, 1, (2000, "the test"))
-    return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(
+        [server.url], cfg, SampleRules(CHAT_SPEC, want_routes=True), episodes=runner
+    )
 
 
 @pytest.mark.parametrize("name", ["calls_functions", "asks_the_endpoint", "a program"])

@@ -20,7 +20,7 @@ from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.recorded import RecordedTurns, turns_of
 from megatron_rl.rollout.agents.runner import EpisodeCall, EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_model import TurnModel, assert_turn_fingerprints
@@ -111,7 +111,7 @@ def client_of(server, name, **settings):
     runner = EpisodeRunner(
         AgentConfig(**{kind: f"{__name__}:{name}"}, **settings), word_tokenizer(), 64, 1
     )
-    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient([server.url], cfg, SampleRules(SPEC, want_routes=True), episodes=runner)
 
 
 def fill(client, groups, version, **settings):

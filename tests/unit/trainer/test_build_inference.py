@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import load_config
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.server_info import auth_headers
 from megatron_rl.trainer import build_inference as build
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
@@ -151,17 +152,11 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
         assert "closed" not in calls.names
     assert leader.rewards is pool and leader.recorder == "the recorder"
     assert leader.client.trace == pool.trace == "trace"
-    settings = dict(
-        spec=SPEC,
-        want_routes=True,
-        drop_missing_routes=missing == "drop_sample",
-        by_adapter=False,
-        episodes="episodes",
-        run=FOUND.run,
-        teachers=None,
-    )
+    rules = SampleRules(SPEC, True, drop_missing_routes=missing == "drop_sample", by_adapter=False)
+    settings = dict(episodes="episodes", run=FOUND.run, teachers=None)
     assert calls == [
-        ("runner", (cfg, "tokenizer", 8, 250), {}), ("client", (FOUND.urls, cfg.rollout), settings),
+        ("runner", (cfg, "tokenizer", 8, 250), {}),
+        ("client", (FOUND.urls, cfg.rollout, rules), settings),
         ("rewards", (cfg.reward,), {"hidden_env": ("KEY_OF_THE_SERVERS",)}), ("recording.recorder",
         (cfg, parallel), {}),
         ("closed", (), {}),

@@ -7,6 +7,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.weights.version import new_run_name, read_version_name, version_name
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
@@ -43,7 +44,7 @@ def test_a_token_of_another_runs_weights_is_not_taken(pushed_by, run, is_taken):
 
     with FakeServer("ok", source=source) as server:
         client = RolloutClient(
-            [server.url], RolloutConfig(max_retries=1), spec=SPEC, want_routes=True, run=run
+            [server.url], RolloutConfig(max_retries=1), SampleRules(SPEC, want_routes=True), run=run
         )
         arguments = [Prompt("q", "", (3, 4, 5), "")], 2
         settings = {

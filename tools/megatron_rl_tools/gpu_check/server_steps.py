@@ -17,6 +17,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.parity import ParityError, ParityReport, compare
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.sampling import SampleRules
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
@@ -96,7 +97,7 @@ def parity(engine: Engine, url: str, cfg: Config, version: int) -> ParityReport:
     rng = np.random.default_rng(version)
     ids = rng.integers(2, engine.spec.vocab_size, (PROMPTS, 16)).tolist()
     prompts = [Prompt(f"p{index}", "", tuple(row), "") for index, row in enumerate(ids)]
-    client = RolloutClient([url], cfg.rollout, spec=engine.spec, want_routes=True)
+    client = RolloutClient([url], cfg.rollout, SampleRules(engine.spec, True))
     groups = client.generate(
         prompts,
         SAMPLES,
