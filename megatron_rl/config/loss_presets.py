@@ -35,7 +35,7 @@ Aggregation = Literal["sequence_sum", "sequence_mean", "kept_mean", "token_mean"
 
 
 @dataclass(frozen=True)
-class LossSpec:
+class LossSwitches:
     """The loss of one token is  -keep_i * W_t * A * f_t .
 
     `aggregation` sums it with global denominators.  A switch without a text is explained by the
@@ -125,15 +125,15 @@ class LossSpec:
     """Sum over tokens and responses: see megatron_rl/loss/aggregate.py"""
 
 
-MINIRL = LossSpec(
+MINIRL = LossSwitches(
     weight="total", weight_mode="truncate", weight_high=5.0,
     clip="ratio", clip_low=0.2, clip_high=0.27,
 )  # fmt: skip
-PPO = LossSpec(form="ratio", clip="ratio", clip_low=0.2, clip_high=0.2)
+PPO = LossSwitches(form="ratio", clip="ratio", clip_low=0.2, clip_high=0.2)
 GRPO = replace(PPO, advantage="std", aggregation="sequence_mean")
 DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
-UNCLIPPED = LossSpec(advantage="std", form="ratio", aggregation="token_mean")
-REINFORCE = LossSpec()
+UNCLIPPED = LossSwitches(advantage="std", form="ratio", aggregation="token_mean")
+REINFORCE = LossSwitches()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
 DPPO = replace(
     MINIRL, weight_high=20.0, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15
@@ -141,7 +141,7 @@ DPPO = replace(
 FREE_DPPO = replace(DPPO, weight_mode="none", weight_high=inf)  # without truncation
 GMPO = replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4))
 
-PRESETS: dict[str, LossSpec] = {
+PRESETS: dict[str, LossSwitches] = {
     "minirl": MINIRL,  # arXiv 2512.01374, Eq. 7
     "minirl_no_is": replace(MINIRL, weight="staleness"),  # the ablations of that paper
     "minirl_length_norm": replace(MINIRL, aggregation="sequence_mean"),
@@ -153,7 +153,7 @@ PRESETS: dict[str, LossSpec] = {
     "dapo": DAPO,
     "dr_grpo": PPO,  # GRPO without its division by std and by length
     "gspo": replace(GRPO, clip_level="geometric", clip_low=3e-4, clip_high=4e-4),
-    "cispo": LossSpec(
+    "cispo": LossSwitches(
         advantage="std", weight="staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27,
         aggregation="token_mean",
     ),
@@ -164,7 +164,7 @@ PRESETS: dict[str, LossSpec] = {
         aggregation="kept_mean",
     ),
     "kpop": replace(GRPO, mask="train_infer", mask_kind="kl", mask_high=2.0),
-    "dis": LossSpec(
+    "dis": LossSwitches(
         weight="total", weight_mode="mask", weight_low=0.8, weight_high=1.28,
         aggregation="token_mean",
     ),
@@ -178,12 +178,12 @@ PRESETS: dict[str, LossSpec] = {
         FREE_DPPO, clip_low=0.2, clip_high=0.2, penalty="square", penalty_coef=1e-3,
         aggregation="token_mean",
     ),
-    "drpo": LossSpec(form="quadratic", clip_anchor="rollout", delta=12.5),
+    "drpo": LossSwitches(form="quadratic", clip_anchor="rollout", delta=12.5),
     "vaco": replace(
         TIS, reject="train_infer", reject_level="mean_shift", reject_high=0.2,
         reject_only="diverging",
     ),
-    "sapo": LossSpec(
+    "sapo": LossSwitches(
         advantage="std", form="sigmoid", tau_positive=1.0, tau_negative=1.05,
         aggregation="sequence_mean",
     ),
@@ -203,4 +203,6 @@ SFT = "sft"
 """loss.name of supervised training (megatron_rl/sft.py): the mean of -log pi over learned tokens,
 which is REINFORCE with a reward of 1 for every row.
 """
-SUPERVISED: dict[str, LossSpec] = {SFT: LossSpec(advantage="reward", aggregation="token_mean")}
+SUPERVISED: dict[str, LossSwitches] = {
+    SFT: LossSwitches(advantage="reward", aggregation="token_mean")
+}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 
 SOFT = ("sigmoid", "quadratic")
 
 
-def problems(name: str, s: LossSpec, is_set: set[str]) -> Iterator[str]:
+def problems(name: str, s: LossSwitches, is_set: set[str]) -> Iterator[str]:
     """Yield why switches of the loss `name` contradict each other, or have no effect though set."""
     for keys, has_effect, needs in effects(s):
         for key in keys.split():
@@ -22,7 +22,7 @@ def problems(name: str, s: LossSpec, is_set: set[str]) -> Iterator[str]:
     yield from token_problems(name, s)
 
 
-def form_problems(name: str, s: LossSpec) -> Iterator[str]:
+def form_problems(name: str, s: LossSwitches) -> Iterator[str]:
     """Yield what is wrong with the form of the objective and with the clip."""
     # any form but logp is a ratio with gradient: pi/pi_old, which lacks pi_old/mu, or all of pi/mu
     fitting = "train_infer" if s.clip_anchor == "old" else "none"
@@ -68,7 +68,7 @@ def form_problems(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
 
 
-def token_problems(name: str, s: LossSpec) -> Iterator[str]:
+def token_problems(name: str, s: LossSwitches) -> Iterator[str]:
     """Yield what is wrong with the choice of tokens for the mask, the penalty and the mean."""
     # n_i counts all sequences of a response, which may be in several micro-batches: it must be
     # known before the first of them
@@ -99,7 +99,7 @@ def token_problems(name: str, s: LossSpec) -> Iterator[str]:
         )
 
 
-def bound_problems(name: str, s: LossSpec) -> Iterator[str]:
+def bound_problems(name: str, s: LossSwitches) -> Iterator[str]:
     """Yield what is wrong with the bounds of the weight, the mask, the rejection and the veto."""
     for stage in ("weight", "mask", "reject", "veto"):
         low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
@@ -119,7 +119,7 @@ def bound_problems(name: str, s: LossSpec) -> Iterator[str]:
         )
 
 
-def effects(s: LossSpec) -> list[tuple[str, bool, str]]:
+def effects(s: LossSwitches) -> list[tuple[str, bool, str]]:
     """Return (switches, whether setting them has an effect, what must be set for that)."""
     weighs, clips, punishes = s.weight != "none", s.clip != "none", s.penalty != "none"
     bounded = weighs and s.weight_mode != "none"

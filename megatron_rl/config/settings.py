@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.base import ConfigError, nearest
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 from megatron_rl.config.renamed import SETTINGS
 from megatron_rl.config.schema import MODELS, SECTIONS, TABLES, Schema, elsewhere, schemas
 
@@ -104,12 +104,12 @@ def meaning(section: str, key: str) -> str:
 
 @cache
 def switch_texts() -> dict[str, str]:
-    """Return the text under every switch in LossSpec that has one.
+    """Return the text under every switch in LossSwitches that has one.
 
-    pydantic reads the texts under fields of its models only, and LossSpec is a dataclass.
+    pydantic reads the texts under fields of its models only, and LossSwitches is a dataclass.
     """
     texts = {}
-    statements = ast.parse(inspect.getsource(LossSpec)).body[0]
+    statements = ast.parse(inspect.getsource(LossSwitches)).body[0]
     # the text of a field is the statement after it
     for field, text in pairwise(ast.iter_child_nodes(statements)):
         match field, text:

@@ -3,7 +3,7 @@
 """
 
 from megatron_rl.config import LossConfig
-from megatron_rl.config.loss_presets import PRESETS, LossSpec
+from megatron_rl.config.loss_presets import PRESETS, LossSwitches
 from megatron_rl.loss.aggregate import aggregate, token_shares
 from megatron_rl.loss.covariance import select_tokens, token_keys
 from megatron_rl.loss.custom import LossInputs
@@ -15,7 +15,7 @@ __all__ = [
     "PRESETS",
     "LossConfig",
     "LossInputs",
-    "LossSpec",
+    "LossSwitches",
     "PolicyLoss",
     "Sequences",
     "aggregate",

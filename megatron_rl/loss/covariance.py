@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 from megatron_rl.loss.sequences import sum_over_group
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # the range of int64
@@ -27,7 +27,7 @@ def select_tokens(
     advantages: Float[Tensor, " n"],
     mask: Bool[Tensor, " n"],
     keys: Int[Tensor, " n"],
-    switches: LossSpec,
+    switches: LossSwitches,
     group: dist.ProcessGroup | None = None,
 ) -> Bool[Tensor, " n"]:
     """Return the tokens of `mask` that loss.select chooses: max(floor(select_share * N), 1) of the

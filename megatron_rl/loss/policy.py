@@ -32,7 +32,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 from megatron_rl.loss.custom import LossInputs, load_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
 from megatron_rl.loss.ratios import (
@@ -175,7 +175,7 @@ def finite_inputs(inputs: LossInputs) -> LossInputs:
     )
 
 
-def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
+def kernel(inputs: LossInputs, switches: LossSwitches) -> PolicyLoss:
     """Return -keep_i * sg[W_t] * A_t * f_t and the penalty of every token, from the switches."""
     advantages, mask = inputs.advantages, inputs.mask
     # W_t
@@ -215,7 +215,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     )
 
 
-def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+def rejected_tokens(inputs: LossInputs, switches: LossSwitches) -> Bool[Tensor, " T"]:
     """Tokens that `reject` drops: all, or some, of responses whose statistic is out of bounds."""
     if switches.reject == "none":
         return torch.zeros_like(inputs.mask)
@@ -229,7 +229,7 @@ def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"
     return rejected
 
 
-def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+def vetoed_tokens(inputs: LossInputs, switches: LossSwitches) -> Bool[Tensor, " T"]:
     """Tokens of responses that have at least one token whose ratio is out of bounds."""
     if switches.veto == "none":
         return torch.zeros_like(inputs.mask)
@@ -239,7 +239,7 @@ def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
     return inputs.sequences.sum(vetoes.to(inputs.logprobs.dtype)) > 0
 
 
-def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+def penalty(inputs: LossInputs, switches: LossSwitches) -> Float[Tensor, " T"]:
     """Return log(q)^2 or |log q|, with gradient in log pi; |log q| is 0 in the dead zone."""
     logprobs, anchor_logprobs = parts_of(inputs, ratio_to_anchor(switches))
     log_ratio = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -252,7 +252,7 @@ def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
 
 
 def dropped_tokens(
-    inputs: LossInputs, anchored: Float[Tensor, " T"], switches: LossSpec
+    inputs: LossInputs, anchored: Float[Tensor, " T"], switches: LossSwitches
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return the tokens with M_t = 0: (ratio too high, ratio too low)."""
     if switches.clip == "none":
@@ -271,4 +271,4 @@ def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
             f" per token, {tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
         )
     # the kernel without switches fills what the metrics read: ratios, and masks that are empty
-    return replace(kernel(inputs, LossSpec()), per_token=per_token)
+    return replace(kernel(inputs, LossSwitches()), per_token=per_token)

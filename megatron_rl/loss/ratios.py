@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_rl.config.loss_presets import Level, LossSpec, Ratio, RejectLevel
+from megatron_rl.config.loss_presets import Level, LossSwitches, Ratio, RejectLevel
 from megatron_rl.loss.custom import LossInputs
 
 MAX_LOG_RATIO = 20.0
@@ -62,17 +62,17 @@ def combined_ratio(
     )
 
 
-def ratio_to_anchor(switches: LossSpec) -> Ratio:
+def ratio_to_anchor(switches: LossSwitches) -> Ratio:
     """Return the name of q_t, the ratio of pi to the policy that clip_anchor names."""
     return "staleness" if switches.clip_anchor == "old" else "total"
 
 
-def router_trust(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+def router_trust(inputs: LossInputs, switches: LossSwitches) -> Float[Tensor, " T"]:
     """Return gamma_t = max(exp(-shift_t), shift_floor) of RSPO (arXiv 2510.23027), in (0, 1]."""
     return unbounded_trust(inputs).clamp(min=switches.shift_floor)
 
 
-def trust_at_floor(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+def trust_at_floor(inputs: LossInputs, switches: LossSwitches) -> Bool[Tensor, " T"]:
     """Tokens whose exp(-shift_t) is below shift_floor; none outside the mask, where the shift is
     0.
     """
@@ -87,7 +87,7 @@ def unbounded_trust(inputs: LossInputs) -> Float[Tensor, " T"]:
     return (-inputs.router_shift).exp()
 
 
-def anchored_ratio(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+def anchored_ratio(inputs: LossInputs, switches: LossSwitches) -> Float[Tensor, " T"]:
     """Return q_t at clip_level; with router_shift the ratio of every token is q_t times gamma_t.
 
     Collective as `ratio_at`.
@@ -139,7 +139,7 @@ def response_statistic(inputs: LossInputs, which: Ratio, level: RejectLevel) -> 
 
 
 def bound_weight(
-    weight: Float[Tensor, " T"], switches: LossSpec
+    weight: Float[Tensor, " T"], switches: LossSwitches
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return (bounded weight, tokens whose weight changed, tokens that weight_mode = mask removed).
 
@@ -157,7 +157,7 @@ def bound_weight(
 
 
 def importance_weight(
-    inputs: LossInputs, switches: LossSpec
+    inputs: LossInputs, switches: LossSwitches
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return (W_t, tokens whose weight the bounds changed, tokens that the switch `mask` or
     weight_mode = mask removed).
@@ -170,7 +170,7 @@ def importance_weight(
     return torch.where(masked, 0.0, weight), bounded, removed | masked
 
 
-def masked_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+def masked_tokens(inputs: LossInputs, switches: LossSwitches) -> Bool[Tensor, " T"]:
     """Tokens that the switch `mask` drops: their ratio is outside its bounds (IcePop), or the
     binary KL of its two policies exceeds mask_high in one direction or the other (KPop).
     """
@@ -185,7 +185,7 @@ def masked_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
 
 
 def clip_masks(
-    inputs: LossInputs, ratio: Float[Tensor, " T"], switches: LossSpec
+    inputs: LossInputs, ratio: Float[Tensor, " T"], switches: LossSwitches
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return the tokens with M_t = 0: (A > 0 and ratio > 1 + clip_high, A < 0 and ratio < 1 -
     clip_low).
@@ -195,7 +195,7 @@ def clip_masks(
 
 
 def divergence_masks(
-    inputs: LossInputs, switches: LossSpec
+    inputs: LossInputs, switches: LossSwitches
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return the tokens that DPPO drops (arXiv 2602.04879): (A > 0, pi > a and D > clip_high;
     A < 0, pi < a and D > clip_low), with D the binary divergence of pi from the anchor a.

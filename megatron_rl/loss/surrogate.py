@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 from megatron_rl.loss.custom import LossInputs
 
 
@@ -29,7 +29,10 @@ class Surrogate:
 
 
 def surrogate(
-    inputs: LossInputs, ratio: Float[Tensor, " T"], dropped: Bool[Tensor, " T"], switches: LossSpec
+    inputs: LossInputs,
+    ratio: Float[Tensor, " T"],
+    dropped: Bool[Tensor, " T"],
+    switches: LossSwitches,
 ) -> Surrogate:
     """Return f_t of `form`.  ratio: q_t at clip_level; dropped: tokens with M_t = 0.
 
@@ -61,7 +64,9 @@ def surrogate(
     return Surrogate(torch.where(dropped, bound, ratio * one), dual)
 
 
-def sigmoid_gate(inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSpec) -> Surrogate:
+def sigmoid_gate(
+    inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSwitches
+) -> Surrogate:
     """Return f_t of SAPO (arXiv 2511.20347), 4/tau sigmoid(tau (q - 1)).
 
     Its slope, with s the sigmoid, is 4 s (1 - s): 1 at q = 1, and towards 0 away from it.
@@ -75,7 +80,9 @@ def sigmoid_gate(inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossS
     )
 
 
-def quadratic_gate(inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSpec) -> Surrogate:
+def quadratic_gate(
+    inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSwitches
+) -> Surrogate:
     """Return f_t of DRPO (arXiv 2606.09821, Eq. 8), q - sign(A) p (q - 1)^2 / (2 delta), with p the
     anchor's probability of the token.
 

@@ -21,7 +21,7 @@ from megatron_rl.config.base import (
     Share,
     nearest,
 )
-from megatron_rl.config.loss_presets import PRESETS, SUPERVISED, AdvantageKind, LossSpec
+from megatron_rl.config.loss_presets import PRESETS, SUPERVISED, AdvantageKind, LossSwitches
 
 
 class BatchConfig(Section):
@@ -105,7 +105,7 @@ class LossConfig(Section):
 
     name: str = "minirl"
     """A preset, or `package.module:function` (docs/guides/algorithms.md)."""
-    # the switches, with the preset's value where None: their texts are in LossSpec
+    # the switches, with the preset's value where None: their texts are in LossSwitches
     weight: presets.Ratio | None = None
     weight_level: presets.Level | None = None
     weight_mode: presets.WeightMode | None = None
@@ -171,11 +171,11 @@ class LossConfig(Section):
     """Tokens that a teacher names in every place, with teacher_form = reverse or forward."""
 
     @property
-    def switches(self) -> LossSpec:
+    def switches(self) -> LossSwitches:
         """The preset's switches, replaced by those that are set here."""
-        names = {field.name for field in fields(LossSpec)}
+        names = {field.name for field in fields(LossSwitches)}
         is_set = self.model_dump(include=names, exclude_none=True)
-        return replace({**PRESETS, **SUPERVISED}.get(self.name, LossSpec()), **is_set)
+        return replace({**PRESETS, **SUPERVISED}.get(self.name, LossSwitches()), **is_set)
 
     @property
     def corrects_age(self) -> bool:

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSwitches
 from megatron_rl.loss import select_tokens, token_keys
 from megatron_rl.loss.covariance import mixed, ordered_bits
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.loss.cases import counts, loss_of, pack, prepare, responses, run
 
-TOP = LossSpec(select="cov_top", penalty="abs", penalty_coef=1.0)
-BAND = LossSpec(select="cov_band", cov_low=-0.1, cov_high=0.8)
+TOP = LossSwitches(select="cov_top", penalty="abs", penalty_coef=1.0)
+BAND = LossSwitches(select="cov_band", cov_low=-0.1, cov_high=0.8)
 
 
 def tokens(seed, size=200, levels=None):

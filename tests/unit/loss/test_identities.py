@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.batch.advantage import group_advantages
-from megatron_rl.loss import LossSpec
+from megatron_rl.loss import LossSwitches
 from tests.unit.loss.cases import Response, loss_of, responses, run_whole
 
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
@@ -114,4 +114,4 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio_without_clipping():
 
 
 def test_switches_off_are_reinforce():
-    assert LossSpec() == loss_of("reinforce").switches
+    assert LossSwitches() == loss_of("reinforce").switches

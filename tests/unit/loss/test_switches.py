@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_rl.config import ConfigError, LossConfig, dump_config, load_config
-from megatron_rl.config.loss_presets import PRESETS, LossSpec
+from megatron_rl.config.loss_presets import PRESETS, LossSwitches
 from megatron_rl.config.renamed import with_new_names
 
 NEEDED = {"model": {"path": "checkpoint"}, "data": {"train": "train.jsonl"}}
@@ -22,7 +22,7 @@ def test_every_switch_is_a_key_and_none_by_default():
     """So that a new switch cannot be forgotten in the configuration (advantage has a section of its
     own).
     """
-    switches = {field.name for field in fields(LossSpec)} - {"advantage"}
+    switches = {field.name for field in fields(LossSwitches)} - {"advantage"}
     keys = {name for name, field in LossConfig.model_fields.items() if field.default is None}
     assert switches == keys
 
