@@ -94,6 +94,17 @@ def test_a_scale_by_pattern_of_experts(spec, folder, part, base):
         PeftFolder(path, spec, settings)
 
 
+def test_a_scale_by_pattern_of_experts_one_by_one(spec, folder):
+    """PEFT compares the module's name: with separate experts, no parameter is fused."""
+    modules = {f"mlp.experts.{e}.down_proj": (HIDDEN, EXPERT) for e in range(EXPERTS)}
+    settings = lora(targets=("experts",), rank=RANK, alpha=6.0)
+    path, _ = folder(modules, alpha_pattern={r"experts\.\d+\.down_proj": 12.0})
+    with pytest.raises(ConfigError, match=r"experts.0.down_proj is 4, .*lora.alpha = 12"):
+        PeftFolder(path, spec, settings)
+    path, _ = folder(modules, alpha_pattern={"down_proj.down_proj": 12.0})
+    PeftFolder(path, spec, settings)
+
+
 def test_the_alpha_that_fits_is_named_with_and_without_rslora(spec, folder):
     path, _ = folder(ATTENTION, use_rslora=True)
     PeftFolder(path, spec, lora(rslora=True, alpha=6.0 / math.sqrt(RANK) * 3.0))
