@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from megatron_rl.checkpoint.batches.bundle_header import BUNDLE
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.rules.adapter_rules import check_adapter_is_merged
 from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
@@ -208,7 +209,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
     if base is not None:
         values = base.model_dump(mode="json", exclude_unset=True)
     elif args.config is not None:
-        values = load_config(args.config).model_dump(mode="json", exclude_unset=True)
+        named = load_config(args.config)
+        check_adapter_is_merged(named, args.model, "--model")
+        values = named.model_dump(mode="json", exclude_unset=True)
     for name, keys in sections.items():
         values[name] = keys if name in ("parallel", "replay") else {**values.get(name, {}), **keys}
     # RouterScores reads packed rows

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_rl.checkpoint.batches.bundle_header import Header, read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.rules.adapter_rules import check_adapter_is_merged
 from megatron_rl.config.run_paths import RunFolder, writer_name
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, to_rollout
@@ -75,12 +76,7 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     config.toml, and for a run that began with an adapter unless --model names merged weights.
     """
     base = run_config(folder)
-    if base.lora.path is not None and model is None:
-        raise ValueError(
-            f"lora.path = {base.lora.path}: the weights that sampled are model.path with this"
-            " adapter, and this command loads no adapter; name an HF checkpoint that has it merged"
-            " with --model"
-        )
+    check_adapter_is_merged(base, model or base.model.path, "--model")
     replicas = read_replicas(folder)
     first = min((step for steps in replicas.values() for step in steps), default=0)
     parts = [
