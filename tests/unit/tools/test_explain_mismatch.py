@@ -458,7 +458,10 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
             "--model /nowhere: no config.json",
         ),
         (["/nowhere"], "/nowhere: no metrics.jsonl"),
-        (["/nowhere", "--url", "http://x"], "--url and --config have no effect with RUN_DIR"),
+        (["/nowhere", "--url", "http://x"], "/nowhere: no effect of --url with RUN_DIR"),
+        (["/nowhere", "--config", "x.toml", "--seed", "0"], "no effect of --config, --seed with"),
+        (["/nowhere", "--prompts", "6", "--no-routes"], "no effect of --prompts, --no-routes with"),
+        (["/nowhere", "--longest", "9", "--response", "9"], "of --longest, --response with"),
     ],
 )
 def test_bad_input_names_the_option_and_what_to_do(options, message, capsys):

@@ -29,7 +29,7 @@ from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl_tools.explain_mismatch.history import History, read_history
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Ladder
 from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
-from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, parse
+from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, OF_REQUESTS, parse
 from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect_to_server
 from megatron_rl_tools.explain_mismatch.token_inputs import (
     Saved,
@@ -151,6 +151,7 @@ def of_server(args: argparse.Namespace) -> Explanation:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Set the defaults of the requests.  Raises ValueError, which names the option."""
     if args.url is None or args.model is None:
         raise ValueError(
             "needs RUN_DIR, or --url and --model: a server alone does not say what the trainer"
@@ -165,6 +166,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name} {value}: must be at least {least}; leave it out for the default"
             )
+    for name, default in OF_REQUESTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
 def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
@@ -236,10 +240,12 @@ KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow
 
 
 def check_folder(args: argparse.Namespace) -> None:
-    if args.url is not None or args.config is not None:
+    options = [name for name in ("url", "config", *OF_REQUESTS) if getattr(args, name) is not None]
+    if options:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         raise ValueError(
-            f"{args.folder} has its own settings: --url and --config have no effect with RUN_DIR;"
-            " leave them out"
+            f"{args.folder}: no effect of {names} with RUN_DIR, which has its settings and its"
+            " tokens; leave out what is named"
         )
 
 

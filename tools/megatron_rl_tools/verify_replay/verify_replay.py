@@ -211,7 +211,7 @@ def proof_config(
         small = small_config(
             num_layers=num_layers(args),
             first_k_dense=args.first_k_dense,
-            top_k=args.top_k,
+            top_k=args.topk,
             num_experts=args.experts,
             **size,
         )
