@@ -329,6 +329,15 @@ def test_a_bundle_whose_weights_did_not_sample_is_refused(tmp_path):
     assert len(read_bundle(named, lambda base, longest: base, None).rollouts) == 4
 
 
+def test_a_bundle_of_saved_rollouts_is_refused(tmp_path):
+    """Version 1 of another run (--from-rollouts) is not version 1 of this one."""
+    rollouts_of = {"policy_version": 0, "rollouts_of": "runs/other"}
+    folder = make_bundle(tmp_path / "bundle", update=0, **rollouts_of)
+    with pytest.raises(BundleError, match=r"rollouts_of = runs/other.*--model"):
+        read_bundle(folder, lambda base, longest: base, None)
+    assert read_bundle(folder, lambda base, longest: base, folder / "weights").rollouts
+
+
 def test_a_bundle_of_supervised_training_is_refused_by_name(tmp_path):
     folder = make_bundle(tmp_path / "sft", update=0, policy_version=0, loss="sft")
     with pytest.raises(BundleError, match="is of megatron-rl sft"):

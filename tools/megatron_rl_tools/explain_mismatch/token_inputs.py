@@ -167,7 +167,14 @@ def check_sampled_by(
     """Raise BundleError unless one version of the weights sampled all, and these are those of the
     bundle, or named with --model.
     """
+    if model is None and header.get("rollouts_of"):
+        raise BundleError(
+            f"{folder}: rollouts_of = {header['rollouts_of']}: weights of that run sampled its"
+            " tokens, not those of the bundle; name an HF checkpoint of the version that sampled"
+            " with --model"
+        )
     sampled = sorted({int(value) for rollout in rollouts for value in rollout.policy_versions})
+    # runs with rollout.max_staleness = 0 record none: all their tokens are of the step's version
     recorded = header.get("policy_version")
     version = header["step"] if recorded is None else recorded
     if len(sampled) > 1 or (model is None and (header["update"] > 0 or sampled != [version])):
