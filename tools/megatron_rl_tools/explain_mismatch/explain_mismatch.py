@@ -6,7 +6,6 @@ options.py parses its arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -38,6 +37,7 @@ from megatron_rl_tools.explain_mismatch.token_inputs import (
     read_run,
 )
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
+from megatron_rl_tools.json_output import json_text
 
 LONGEST, LEAST_LENGTH = 160, 4
 RESERVED = 8
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         history = replace(history, notes=(*history.notes, f"no ladder: {reason}"))
     if args.json:
-        print(json.dumps(as_json(explanation, history), indent=1))
+        print(json_text(as_json(explanation, history)))
     else:
         lines = history.lines() if history else []
         lines += describe_inputs(explanation) if explanation else []
