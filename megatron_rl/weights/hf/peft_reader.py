@@ -171,11 +171,10 @@ class PeftFolder:
                 return
             scale = self._scale(pair, rank, entry)
             if not math.isclose(scale, self.lora.scale, rel_tol=1e-9):
-                power = math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
                 yield (
                     f"its scale of {pair.module} is {scale:g}, that of [lora] is"
                     f" {self.lora.scale:g} (rank = {self.lora.rank}, alpha = {self.lora.alpha:g});"
-                    f" set lora.alpha = {scale * power:g}"
+                    f" set lora.alpha = {self.lora.alpha_for(scale, self.lora.rank):g}"
                 )
                 return
 
@@ -229,8 +228,9 @@ class PeftFolder:
             why = f"{len(distinct)} matrices A" if len(distinct) > 1 else "its A"
             raise ConfigError(
                 f"lora.path = {self.path}: {entry.name} needs rank {needed}, for {why} of"
-                f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it, and"
-                " lora.alpha by the same factor"
+                f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it to {needed},"
+                f" and lora.alpha to {self.lora.alpha_for(self.lora.scale, needed):g}, which keeps"
+                " the scale"
             )
         starts = [sum(len(other) for other in distinct[:i]) for i in range(len(distinct))]
         parts = []
