@@ -291,7 +291,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
             args.config,
             Path("runs") / f"eval-{args.checkpoint.resolve().name}",
         )
-    model_of = {"path": str(model)}
+    model_of: dict[str, object] = {"path": str(model)}
     sections["model"] = model_of
     # of the run's own sets and samples; nothing is saved here
     sections["checkpoint"] = {"best_metric": None}
