@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
+from megatron_rl.config.rules.adapter_rules import check_adapter_is_merged
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.data.prompt_files import eval_file
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
@@ -290,12 +291,17 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
             args.config,
             Path("runs") / f"eval-{args.checkpoint.resolve().name}",
         )
-    sections["model"] = {"path": str(model)}
+    model_of: dict[str, object] = {"path": str(model)}
+    sections["model"] = model_of
     # of the run's own sets and samples; nothing is saved here
     sections["checkpoint"] = {"best_metric": None}
     if path is None:
         sections["data"] = {"train": next(iter(sets.values()), "none")}  # not read
     cfg = load_config(path, overrides, sections, of_a_run=args.run is not None)
+    if args.run is None and cfg.lora.path is not None:
+        # with the file's model.path, which --checkpoint replaces above
+        named = load_config(path, overrides, sections | {"model": {}}, defaults={"model": model_of})
+        check_adapter_is_merged(named, cfg.model.path, "--checkpoint")
     if not cfg.eval.sets:
         raise ConfigError("--sets: no evaluation set; name one as --sets NAME=FILE")
     return cfg, args.out or out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 
 from packaging.version import Version
@@ -72,6 +73,18 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     check_attention(spec, parallel)
     check_experts(spec, parallel)
     check_stages(spec, model, parallel)
+
+
+def tp_sizes(spec: ModelSpec) -> list[int]:
+    """Return the sizes of parallel.tp that the model allows, with parallel.etp = 1."""
+    sizes = []
+    for size in range(1, spec.num_kv_heads + 1):
+        parallel = ParallelConfig(tp=size, etp=1)
+        with suppress(ModelError):
+            check_attention(spec, parallel)
+            check_experts(spec, parallel)
+            sizes.append(size)
+    return sizes
 
 
 def check_divides(key: str, size: int, what: str, total: int) -> None:

@@ -102,6 +102,7 @@ def start_trainer(
         # from here on events say when and why the run stops; then the first weight sync and parity
         stack.enter_context(recording.run(start.first_step, services.meter, is_new=start.is_new))
         source.start(start.first_step)
+        batches = SavedBatches(cfg, parallel, console.log, recording.events, str(saved_run or ""))
         # last: what exists now lives until the end, and is left out of collections
         stack.callback(postpone_full_collections())
         yield Trainer(
@@ -112,7 +113,7 @@ def start_trainer(
             checkpoint_policy=policy,
             meter=services.meter,
             reporter=reporter,
-            saved_batches=SavedBatches(cfg, parallel, console.log, recording.events),
+            saved_batches=batches,
             tokens=TokenRecorder(cfg, engine, recording.files),
             recording=recording,
             step_trace=services.step_trace,

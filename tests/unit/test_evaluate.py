@@ -127,6 +127,21 @@ def test_a_run_that_keeps_its_best_checkpoint_is_evaluated_on_other_sets(tmp_pat
         assert configure("--run", tmp_path, *arguments) is not None
 
 
+def test_the_base_of_an_adapter_is_not_evaluated_in_its_place(tmp_path, capsys):
+    """No adapter is loaded: the settings of a run with lora.path need merged weights."""
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{tmp_path}/base"\n[data]\ntrain = "t.jsonl"\n[lora]\nrank = 4\n'
+        'path = "peft"\n'
+    )
+    arguments = ["--config", config, "--sets", "a=b.jsonl"]
+    assert configure("--checkpoint", tmp_path / "base", *arguments) is None
+    refusal = " ".join(capsys.readouterr().err.split())
+    assert "lora.path = peft" in refusal and "merged with --checkpoint" in refusal
+    cfg, _ = configure("--checkpoint", tmp_path / "merged", *arguments)
+    assert cfg.model.path == tmp_path / "merged"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.all_ranks import gather_values, layout_name
 from megatron_rl.checkpoint.batches.bundle import Bundle
-from megatron_rl.checkpoint.batches.bundle_header import Header, read_header
+from megatron_rl.checkpoint.batches.bundle_header import BUNDLE, Header, read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError
 from megatron_rl.checkpoint.batches.bundle_writer import Results, results_of
 from megatron_rl.config import Config, load_config
@@ -102,6 +102,11 @@ def batch_config(args: argparse.Namespace, header: Header) -> Config:
         raise BundleError(
             f"{args.bundle} is of a run with adapters (lora.rank > 0): its weights are merged, and"
             " the gradient of A and B cannot be computed from them; replay a batch of full training"
+        )
+    if missing := [name for name in ("model", "run") if name not in header["config"]]:
+        raise BundleError(
+            f"{args.bundle / BUNDLE}: config has no [{missing[0]}], which every run has; name a"
+            " bundle as the run wrote it"
         )
     weights = args.weights or args.bundle / header["weights"]
     if not weights.is_dir():

@@ -35,6 +35,8 @@ class OptionalKeys(TypedDict, total=False):
 
     policy_version: int | None
     """See MiniBatch.policy_version."""
+    rollouts_of: str
+    """The run whose saved rollouts were trained on (--from-rollouts); "" where servers sampled."""
 
 
 class Header(OptionalKeys):

@@ -64,6 +64,8 @@ class BundleNote:
     """The bundle has the policy's weights before the update."""
     weights: str = ""
     """Text that says where the weights are, for a bundle without them."""
+    rollouts_of: str = ""
+    """See OptionalKeys.rollouts_of."""
 
 
 def results_of(engine: Engine, metrics: Mapping[str, float], grad_norm: float) -> Results:
@@ -121,6 +123,7 @@ def header_of(engine: Engine, batch: MiniBatch, results: Results, note: BundleNo
         "num_responses": batch.num_responses,
         "num_response_tokens": batch.num_response_tokens,
         "policy_version": batch.policy_version,
+        "rollouts_of": note.rollouts_of,
         "loss": results.loss,
         "grad_norm": results.grad_norm,
         "metrics": dict(results.metrics),

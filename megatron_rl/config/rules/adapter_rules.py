@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.base import ConfigError
 
 SLOT_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """HF's names of the modules that servers have slots for (rollout.weight_sync = adapter)."""
@@ -45,6 +47,20 @@ def lora_problems(cfg: AllSections) -> Iterator[str]:
             f"rollout.server_args has {slots[0]} with lora.rank = {cfg.lora.rank}: servers get"
             " merged weights, to which a slot would add another adapter, and with"
             " rollout.weight_sync = adapter the run sets these options itself; remove it"
+        )
+
+
+def check_adapter_is_merged(cfg: AllSections, weights: Path, option: str) -> None:
+    """Raise ConfigError where the weights of a command that loads no adapter are the base of
+    lora.path.
+
+    option: the command's name of `weights`.
+    """
+    if cfg.lora.path is not None and weights.resolve() == cfg.model.path.resolve():
+        raise ConfigError(
+            f"lora.path = {cfg.lora.path}: the run's weights are model.path = {cfg.model.path} with"
+            " this adapter, and this command loads no adapter; name an HF checkpoint that has it"
+            f" merged with {option}"
         )
 
 

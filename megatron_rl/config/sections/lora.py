@@ -19,7 +19,7 @@ class LoraConfig(Section):
     rank: Count = 0
     """Rank of every adapter; 0 = no adapters, all weights are trained."""
     alpha: AboveZero = 32.0
-    """The scale is alpha / rank."""
+    """The scale is alpha / rank, or with rslora alpha / sqrt(rank)."""
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
@@ -36,7 +36,11 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha / self.alpha_for(1.0, self.rank)
+
+    def alpha_for(self, scale: float, rank: int) -> float:
+        """Return the alpha that gives this scale at this rank."""
+        return scale * (math.sqrt(rank) if self.rslora else rank)
 
     def problems(self) -> Iterator[str]:
         if self.rank and not self.targets:

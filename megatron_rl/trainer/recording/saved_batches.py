@@ -43,6 +43,8 @@ class SavedBatches:
     log: Callable[[str], None] = lambda text: None
     """Prints one line."""
     events: Events = field(default_factory=Events)
+    rollouts_of: str = ""
+    """The run whose saved rollouts are trained on; "" where servers sample."""
     unsaved: int = 0
     """Number of mini-batches that were due and could not be written since this process started."""
     _anomalies: int = 0
@@ -117,4 +119,5 @@ class SavedBatches:
         batches = RunFolder(self.cfg.run_dir).batches
         folder = batches / (name or f"step_{step + 1:06d}_update_{index}")
         weights = f"of step {step + 1}, before update {index}"
-        return DueBundle(folder, BundleNote(step, reason, with_weights=not name, weights=weights))
+        note = BundleNote(step, reason, not name, weights, rollouts_of=self.rollouts_of)
+        return DueBundle(folder, note)

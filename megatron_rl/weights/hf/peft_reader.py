@@ -169,27 +169,35 @@ class PeftFolder:
                     f" [{rows}, {columns}]; the adapter is of another base than model.path"
                 )
                 return
-            scale = self._scale(pair.module, rank, entry)
+            scale = self._scale(pair, rank, entry)
             if not math.isclose(scale, self.lora.scale, rel_tol=1e-9):
-                power = math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
                 yield (
                     f"its scale of {pair.module} is {scale:g}, that of [lora] is"
                     f" {self.lora.scale:g} (rank = {self.lora.rank}, alpha = {self.lora.alpha:g});"
-                    f" set lora.alpha = {scale * power:g}"
+                    f" set lora.alpha = {self.lora.alpha_for(scale, self.lora.rank):g}"
                 )
                 return
 
-    def _scale(self, module: str, rank: int, entry: Entry) -> float:
+    def _scale(self, pair: Pair, rank: int, entry: Entry) -> float:
         """Return alpha / rank of one pair, as PEFT computes it."""
-        name = module.removeprefix(ROOT).removesuffix(".base_layer")
-        if entry.rule.is_expert:
-            name += ".gate_up_proj" if is_gate_up(entry) else ".down_proj"
-        alpha = self.config.get("lora_alpha", 8)
+        alpha, name = self.config.get("lora_alpha", 8), self._pattern_name(pair, entry)
         for pattern, value in (self.config.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", name):
                 alpha = value
                 break
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _pattern_name(self, pair: Pair, entry: Entry) -> str:
+        """Return what PEFT compares with patterns: a module's name, or that of a parameter of
+        target_parameters.
+        """
+        name = pair.module.removeprefix(ROOT)
+        if pair.expert is not None:
+            part = "gate_up_proj" if is_gate_up(entry) else "down_proj"
+            return f"{name.removesuffix('.base_layer')}.{part}"
+        parameters = self.config.get("target_parameters") or ()
+        is_parameter = any(f".{name}.weight".endswith(f".{target}") for target in parameters)
+        return f"{name}.weight" if is_parameter else name
 
     def factors(self, entry: Entry, a: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return A [rank, i] and, for each HF tensor of the weight, its rows of B [o, rank].
@@ -220,8 +228,9 @@ class PeftFolder:
             why = f"{len(distinct)} matrices A" if len(distinct) > 1 else "its A"
             raise ConfigError(
                 f"lora.path = {self.path}: {entry.name} needs rank {needed}, for {why} of"
-                f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it, and"
-                " lora.alpha by the same factor"
+                f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it to {needed},"
+                f" and lora.alpha to {self.lora.alpha_for(self.lora.scale, needed):g}, which keeps"
+                " the scale"
             )
         starts = [sum(len(other) for other in distinct[:i]) for i in range(len(distinct))]
         parts = []

@@ -79,7 +79,7 @@ def compute(engine, batch, old):
 
 
 def write(folder, engine, batch, old, results, *, with_weights=False):
-    note = BundleNote(3, "a test", with_weights=with_weights, weights="elsewhere")
+    note = BundleNote(3, "a test", with_weights, "elsewhere", rollouts_of="runs/other")
     write_bundle(folder, engine, batch, old, results, note)
 
 
@@ -103,6 +103,7 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
     header = json.loads(text)
     assert text == json.dumps(header, indent=1) + "\n", "people read it, too"
     assert (header["step"], header["update"], header["reason"]) == (3, 1, "a test")
+    assert header["rollouts_of"] == "runs/other"
     assert header["loss"] == results.loss and header["grad_norm"] == results.grad_norm
     assert header["metrics"] == results.metrics and header["gradients"] == results.gradients
     assert header["config"]["replay"]["mode"] == engine.cfg.replay.mode

@@ -1,5 +1,6 @@
 """What [lora] refuses."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +78,10 @@ def test_a_batch_of_a_run_with_adapters_is_not_replayed():
     header = {"config": {"lora": {"rank": 8}}, "weights": "weights"}
     with pytest.raises(BundleError, match="is of a run with adapters"):
         batch_config(SimpleNamespace(bundle="b", weights=None), header)
+
+
+@pytest.mark.parametrize(("config", "section"), [({"run": {}}, "model"), ({"model": {}}, "run")])
+def test_a_batch_without_the_settings_of_its_run_is_not_replayed(config, section):
+    header = {"config": config, "weights": "weights"}
+    with pytest.raises(BundleError, match=rf"bundle.json: config has no \[{section}\]"):
+        batch_config(SimpleNamespace(bundle=Path("b"), weights=None), header)

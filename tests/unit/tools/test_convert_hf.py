@@ -410,6 +410,16 @@ def test_verify_names_what_differs(
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("family", "line"), [("olmoe", "tp: 1, ep divides 8"), ("qwen3_moe", "tp: 1, 2, ep divides 8")]
+)
+def test_info_names_the_layouts_that_training_allows(family, line, tmp_path, capsys) -> None:
+    """OLMoE normalises queries over all heads: tp > 1 is refused."""
+    base = family_checkpoint(tmp_path / "base", family)
+    assert main(["info", str(base)]) == 0
+    assert line in [text.strip() for text in capsys.readouterr().out.splitlines()]
+
+
 def test_the_config_of_a_smaller_model_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

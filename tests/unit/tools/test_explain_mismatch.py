@@ -22,6 +22,8 @@ from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
 from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
+from megatron_rl_tools.explain_mismatch.server_evidence import fresh_evidence
+from megatron_rl_tools.explain_mismatch.server_side import Fresh
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
 from megatron_rl_tools.explain_mismatch.verdicts import (
     PROOF,
@@ -458,7 +460,10 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
             "--model /nowhere: no config.json",
         ),
         (["/nowhere"], "/nowhere: no metrics.jsonl"),
-        (["/nowhere", "--url", "http://x"], "--url and --config have no effect with RUN_DIR"),
+        (["/nowhere", "--url", "http://x"], "/nowhere: no effect of --url with RUN_DIR"),
+        (["/nowhere", "--config", "x.toml", "--seed", "0"], "no effect of --config, --seed with"),
+        (["/nowhere", "--prompts", "6", "--no-routes"], "no effect of --prompts, --no-routes with"),
+        (["/nowhere", "--longest", "9", "--response", "9"], "of --longest, --response with"),
     ],
 )
 def test_bad_input_names_the_option_and_what_to_do(options, message, capsys):
@@ -516,6 +521,31 @@ def test_rows_without_a_route_are_no_flips():
     nothing = [replace(each, missing_routes=np.ones(20, bool)) for each in rollouts]
     assert ev.route_evidence(nothing, halves) == {}
     assert ev.flip_evidence(nothing, halves, num_layers=LAYERS) == ({}, [])
+
+
+def test_rows_without_a_route_are_no_stale_cache():
+    """Neither of the sampling nor of the forward without the cache; a real difference is seen."""
+    rollouts, halves = sequences()
+    flags = np.arange(20) < 2
+    blank = np.where(flags[:, None, None], np.zeros((1, 1, TOP_K), int), halves[0].routes)
+    lost = replace(rollouts[0], missing_routes=flags, routed_experts=blank.astype(np.uint8),
+                   routes_digest=None)  # fmt: skip
+    none = replace(rollouts[1], routed_experts=None, routes_digest=None)
+    others = [Fresh(half.logprobs, half.routes, None, None) for half in halves[1:]]
+    whole = Fresh(halves[0].logprobs, halves[0].routes, None, None)
+    partial = replace(whole, routes=blank, missing_routes=flags)
+
+    def differ(rollouts, fresh):
+        live = halves[: len(fresh)]
+        evidence = fresh_evidence(rollouts, fresh, live, temperature=1.0, server_dtype="float32")
+        return evidence.number("cache.differ")
+
+    for sampled, forward in ((lost, whole), (rollouts[0], partial), (lost, partial)):
+        assert differ([sampled, none, *rollouts[2:]], [forward, *others]) == 0
+    nothing = replace(whole, missing_routes=np.ones(20, bool))
+    assert differ([rollouts[0], none], [nothing, others[0]]) is None
+    stale = replace(whole, routes=(halves[0].routes + 1) % EXPERTS)
+    assert differ([lost, *rollouts[1:]], [stale, *others]) > 0.1
 
 
 def test_flags_of_rows_without_a_route_move_as_the_rows():

@@ -26,7 +26,7 @@ from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weight
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import NOT_ON_CPU, Explanation
-from megatron_rl_tools.explain_mismatch.token_inputs import read_bundle, read_run
+from megatron_rl_tools.explain_mismatch.token_inputs import read_bundle, read_run, run_config
 from megatron_rl_tools.explain_mismatch.verdicts import verdicts_of
 from tests.unit.tools.test_explain_mismatch import HEALTHY, make_run, sequences, with_routes
 
@@ -329,6 +329,15 @@ def test_a_bundle_whose_weights_did_not_sample_is_refused(tmp_path):
     assert len(read_bundle(named, lambda base, longest: base, None).rollouts) == 4
 
 
+def test_a_bundle_of_saved_rollouts_is_refused(tmp_path):
+    """Version 1 of another run (--from-rollouts) is not version 1 of this one."""
+    rollouts_of = {"policy_version": 0, "rollouts_of": "runs/other"}
+    folder = make_bundle(tmp_path / "bundle", update=0, **rollouts_of)
+    with pytest.raises(BundleError, match=r"rollouts_of = runs/other.*--model"):
+        read_bundle(folder, lambda base, longest: base, None)
+    assert read_bundle(folder, lambda base, longest: base, folder / "weights").rollouts
+
+
 def test_a_bundle_of_supervised_training_is_refused_by_name(tmp_path):
     folder = make_bundle(tmp_path / "sft", update=0, policy_version=0, loss="sft")
     with pytest.raises(BundleError, match="is of megatron-rl sft"):
@@ -342,7 +351,24 @@ def test_a_run_that_began_with_an_adapter_needs_merged_weights(tmp_path):
         file.write('[rollout]\ndtype = "float32"\n[lora]\nrank = 4\npath = "peft"\n')
     with pytest.raises(ValueError, match=r"lora.path = peft.*--model"):
         read_run(run, lambda base, longest: base, None)
+    with pytest.raises(ValueError, match=r"lora.path = peft.*--model"):
+        read_run(run, lambda base, longest: base, run_config(run).model.path)
     assert read_run(run, lambda base, longest: base, tmp_path) is not None
+
+
+def test_a_server_of_a_run_that_began_with_an_adapter_needs_merged_weights(tmp_path):
+    """The settings name the adapter; it would be missing in the trainer's half alone."""
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{tmp_path}/base"\n[data]\ntrain = "unused"\n[lora]\nrank = 4\n'
+        'path = "peft"\n'
+    )
+    args = Namespace(device="cpu", dtype=None, config=config, temperature=None)
+    args.model = tmp_path / "elsewhere/../base"
+    with pytest.raises(ValueError, match=r"lora.path = peft.*merged with --model"):
+        explain_mismatch.explain_config(args, longest=100)
+    args.model = tmp_path / "merged"
+    assert explain_mismatch.explain_config(args, longest=100).model.path == args.model
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):

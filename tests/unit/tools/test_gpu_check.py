@@ -108,6 +108,7 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     assert [(each["name"], each["outcome"]["verdict"]) for each in found["steps"]] == [
         ("doctor", "failed"), ("logits", "not possible"), ("speed", "passed"),
     ]  # fmt: skip
+    first = [(tmp_path / name).read_text() for name in ("report.md", "results.json")]
     assert "megatron-core" in found["machine"] and "commit" in found["machine"]
     text = (tmp_path / "report.md").read_text()
     assert "1 passed, 1 failed, 1 not possible" in text
@@ -117,6 +118,11 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     )
     assert "1 passed, 1 failed, 1 not possible" in capsys.readouterr().out
     assert gpu_check.main([*arguments[:-1]]) == 0, "not possible is no failure"
+    assert "are kept as report_1.md and results_1.json" in capsys.readouterr().out
+    assert gpu_check.main([*arguments[:-1]]) == 0
+    assert [(tmp_path / f"{name}_1{end}").read_text() for name, end in
+            (("report", ".md"), ("results", ".json"))] == first  # fmt: skip
+    assert len(json.loads((tmp_path / "results_2.json").read_text())["steps"]) == 2
 
 
 def test_no_folder_of_the_user_is_removed(tmp_path, monkeypatch, capsys):

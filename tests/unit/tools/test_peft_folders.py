@@ -210,6 +210,26 @@ def test_an_adapter_of_peft_with_an_a_for_each_of_q_and_v(tmp_path: Path) -> Non
     refused(base, message, lora | {"rank": 3, "alpha": 12.0})
 
 
+@pytest.mark.parametrize(("pattern", "scale"), [("up_proj", 4), ("up_proj.weight", 8)])
+def test_an_alpha_by_pattern_of_a_parameter(tmp_path: Path, pattern: str, scale: int) -> None:
+    """peft compares a pattern with the name of the parameter, which ends in .weight."""
+    base = family_checkpoint(tmp_path / "base", "qwen2_moe")
+    shared = [f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")]
+    settings = {"target_parameters": shared, "alpha_pattern": {pattern: 16}}
+    expected = adapter_of_peft(base, tmp_path / "peft", [], **settings)
+    targets = ["shared_experts.linear_fc1", "shared_experts.linear_fc2"]
+    lora = {"rank": 4, "alpha": 16.0, "targets": targets, "path": str(tmp_path / "peft")}
+    if scale != 4:
+        refused(base, rf"scale of \S*up_proj is {scale}, that of .lora. is 4", lora)
+        return
+    engine = make_engine(base, lora=lora, measure=False, replay="none")
+    of_shared = {name: t for name, t in engine.export() if ".shared_expert." in name}
+    engine.parallel.destroy()
+    assert of_shared
+    for name, tensor in of_shared.items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6), name
+
+
 def test_an_adapter_of_peft_with_the_base_of_embedding_and_lm_head(tmp_path: Path) -> None:
     """peft saves these two weights beside their adapters: they must be those of model.path."""
     base = family_checkpoint(tmp_path / "base", "qwen3_moe")

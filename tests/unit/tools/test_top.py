@@ -100,8 +100,18 @@ def test_once_and_what_is_no_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "problem"), [(401, {}, "answers 401"), (200, {}, "answers no load")]
-)
+    ("status", "body", "problem"),
+    [
+        (401, {}, "answers 401"),
+        (200, {}, "answers no load"),
+        *(
+            (200, {"weight_version": "1", "loads": loads}, "answers no load")
+            for loads in (["text"], [None], 3, [{"memory": {"weight_gb": 1}}],
+                          [{"num_running_reqs": "many"}], [{"num_waiting_reqs": float("inf")}],
+                          [{"token_usage": None}])
+        ),
+    ],
+)  # fmt: skip
 def test_servers_that_answer_otherwise(status, body, problem):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -119,6 +129,7 @@ def test_servers_that_answer_otherwise(status, body, problem):
     finally:
         server.shutdown()
         server.server_close()
+    assert "(InvalidURL)" in ask_load("http://host:port", {}).problem
     assert (
         "does not answer from here"
         in ask_load(f"http://127.0.0.1:{server.server_port}", {}).problem

@@ -52,3 +52,22 @@ def test_the_fields_of_the_model_are_those_of_the_configuration(tmp_path, capsys
     )
     assert main(["--model", str(toml), "--no-reference", "--device", "cpu"]) == 2
     assert "no_such_field" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "m.toml", "--experts", "32"], "--model m.toml: no effect of --experts, as"),
+        (["--model", "m.toml", "--shrink", "--num-layers", "2"], "no effect of --num-layers, as"),
+        (
+            ["--model", "qwen3-30b-a3b", "--shrink", "--topk", "4", "--first-k-dense", "0"],
+            "no effect of --topk, --first-k-dense, as",
+        ),
+        (["--shrink"], "--shrink has no effect without --model"),
+    ],
+)
+def test_sizes_without_an_effect_are_refused_by_name(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -164,3 +164,10 @@ def test_what_could_not_be_saved_is_counted_and_reported(run):
         f"mini-batch of step {step} not saved ({reason}): No space left on device"
         for step, reason in enumerate(reasons, 1)
     ]
+
+
+def test_a_bundle_names_the_run_whose_rollouts_were_trained_on(run):
+    _, saver, _ = run([])
+    assert saver.due(0, 0, math.nan).note.rollouts_of == ""
+    saver.rollouts_of = "runs/other"
+    assert saver.due(1, 0, math.nan).note.rollouts_of == "runs/other"

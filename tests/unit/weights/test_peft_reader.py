@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_a_scale_by_pattern_of_experts(spec, folder, part, base):
         PeftFolder(path, spec, settings)
 
 
+def test_a_scale_by_pattern_of_experts_one_by_one(spec, folder):
+    """PEFT compares the module's name: with separate experts, no parameter is fused."""
+    modules = {f"mlp.experts.{e}.down_proj": (HIDDEN, EXPERT) for e in range(EXPERTS)}
+    settings = lora(targets=("experts",), rank=RANK, alpha=6.0)
+    path, _ = folder(modules, alpha_pattern={r"experts\.\d+\.down_proj": 12.0})
+    with pytest.raises(ConfigError, match=r"experts.0.down_proj is 4, .*lora.alpha = 12"):
+        PeftFolder(path, spec, settings)
+    path, _ = folder(modules, alpha_pattern={"down_proj.down_proj": 12.0})
+    PeftFolder(path, spec, settings)
+
+
 def test_the_alpha_that_fits_is_named_with_and_without_rslora(spec, folder):
     path, _ = folder(ATTENTION, use_rslora=True)
     PeftFolder(path, spec, lora(rslora=True, alpha=6.0 / math.sqrt(RANK) * 3.0))
@@ -125,6 +137,20 @@ def test_one_a_that_is_too_large_is_named_so(spec, folder):
     entry = find_entry("decoder.layers.0.self_attention.linear_proj.weight", spec)
     with pytest.raises(ConfigError, match="needs rank 3, for its A of .*lora.rank = 2"):
         reader.factors(entry, torch.zeros(2, HEADS))
+
+
+@pytest.mark.parametrize("rslora, alpha", [(False, 18), (True, 2 * math.sqrt(3) * 3)])
+def test_a_larger_rank_is_advised_with_the_alpha_that_keeps_the_scale(spec, folder, rslora, alpha):
+    """alpha grows with the rank, or under rslora with its square root."""
+    path, _ = folder(ATTENTION, use_rslora=rslora)
+    scale = 6.0 / (math.sqrt(RANK) if rslora else RANK)
+    few = lora(rank=4, rslora=rslora, alpha=scale * (2 if rslora else 4))
+    with pytest.raises(ConfigError) as refusal:
+        PeftFolder(path, spec, few).factors(find_entry(QKV, spec), torch.zeros(4, HIDDEN))
+    advised = re.search(r"raise it to (\d+), and lora.alpha to ([\d.]+),", str(refusal.value))
+    assert advised[1] == "9" and float(advised[2]) == pytest.approx(alpha, rel=1e-4)
+    assert lora(rank=9, rslora=rslora, alpha=float(alpha)).scale == pytest.approx(scale)
+    PeftFolder(path, spec, lora(rank=9, rslora=rslora, alpha=float(alpha)))
 
 
 def test_what_the_folder_lacks_begins_as_in_a_new_run(spec, folder):

@@ -5,7 +5,6 @@ options.py parses its arguments.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from megatron_rl_tools.check_rollouts.run_files import (
     read_records,
     staleness_budget,
 )
+from megatron_rl_tools.json_output import json_text
 
 SHOWN = 3
 """Findings per check in the table."""
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"check_rollouts: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps({"passed": report.passed, **asdict(report)}, indent=1))
+        print(json_text({"passed": report.passed, **asdict(report)}))
     else:
         show(report, Console(highlight=False, soft_wrap=True))
     return 0 if report.passed else 1

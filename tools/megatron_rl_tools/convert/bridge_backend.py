@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.checkpoint.torch_dist.chunk_reader import OPTIMIZER, TorchDist
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
@@ -38,7 +39,13 @@ from megatron_rl.engine.provider import provider_of
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.entries import entries
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers, write_dtype
+from megatron_rl.weights.hf.files import (
+    CheckpointError,
+    HFFiles,
+    dtype_name,
+    read_headers,
+    write_dtype,
+)
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
@@ -77,7 +84,7 @@ def bridge_hf_to_megatron(
 
     Returns None if it exists already.
     """
-    kept, make = dtype or stored_dtype(hf), maker(hf)
+    kept, make = dtype or common_dtype(hf, hf_dtypes(hf)), maker(hf)
     job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
     place = open_place(out, job, work)
     if place is None:
@@ -92,6 +99,7 @@ def bridge_hf_to_megatron(
     for file in list(weights.iterdir()):
         file.rename(place / file.name)
     weights.rmdir()
+    warn_of_others(megatron_dtypes(place), kept, work)
     copy_companions(hf, place / "hf")
     finish_files(place, out, job)
     return outcome_of(model, before, start)
@@ -117,7 +125,7 @@ def bridge_megatron_to_hf(
             f"{config}: has no safetensors of the model, from which --backend bridge takes names;"
             " set --config to the original"
         )
-    kept, make = dtype or stored_dtype(config), maker(config)
+    kept, make = dtype or common_dtype(megatron, megatron_dtypes(megatron)), maker(config)
     job = {
         "to": "hf",
         "backend": "bridge",
@@ -133,6 +141,7 @@ def bridge_megatron_to_hf(
     state = SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True)
     model.chunk.load_state_dict(state)
     model.write(place)
+    warn_of_others(hf_dtypes(place), kept, work)
     copy_companions(config, place)
     write_dtype(place, kept)
     finish_files(place, out, job)
@@ -227,17 +236,41 @@ def open_native(hf: Path) -> AutoBridge:
         raise CheckpointError(f"--backend bridge: {hf}: {first_line(error)}") from error
 
 
-def stored_dtype(hf: Path) -> torch.dtype:
-    """Return the dtype of all tensors except biases that select experts; they must agree."""
-    with HFFiles(hf) as files:
-        kinds = {
-            files.read_rows(name, 0, 1).dtype
+def hf_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Return the dtype of every tensor except biases that select experts."""
+    with HFFiles(path) as files:
+        return {
+            name: files.read_rows(name, 0, 1).dtype
             for name in files.headers
             if not name.endswith("correction_bias")
         }
-    if len(kinds) != 1:
-        raise CheckpointError(f"--backend bridge: {hf} has tensors of several dtypes; set --dtype")
+
+
+def megatron_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Return the dtype of every parameter except biases that select experts."""
+    source = TorchDist(path)
+    names = (name for name in source.tensors() if not name.startswith(OPTIMIZER))
+    dtypes = {name: source.dtype(name) for name in names if not name.endswith("expert_bias")}
+    return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+
+
+def common_dtype(path: Path, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the dtype of all tensors of a checkpoint; they must agree."""
+    if len(kinds := set(dtypes.values())) != 1:
+        raise CheckpointError(
+            f"--backend bridge: {path} has tensors of several dtypes; set --dtype"
+        )
     return kinds.pop()
+
+
+def warn_of_others(dtypes: Mapping[str, torch.dtype], kept: torch.dtype, work: FileWork) -> None:
+    """Name what Megatron-Bridge wrote in another dtype than was asked."""
+    if others := sorted(name for name, dtype in dtypes.items() if dtype != kept):
+        work.log(
+            f"WARNING --backend bridge wrote {len(others)} of {len(dtypes)} tensors in another"
+            f" dtype than {dtype_name(kept)}, first {others[0]} ({dtype_name(dtypes[others[0]])});"
+            " use --backend own for an architecture that has it"
+        )
 
 
 def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> GPTModel:

@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import tp_sizes
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_left_out, listed
@@ -201,7 +202,7 @@ def info(path: Path, config: Path | None) -> int:
     tied = "yes" if spec.tie_embeddings else "no"
     print(f"  vocabulary {spec.vocab_size}, tied embeddings: {tied}")
     ep = f", ep divides {spec.num_experts}" if spec.moe_layers else ""
-    print(f"  tp divides {spec.num_kv_heads} (heads){ep}")
+    print(f"  tp: {', '.join(map(str, tp_sizes(spec))) or 'none'}{ep}")
     if is_hf(path):
         with HFFiles(path) as files:
             files.check(spec)

@@ -6,7 +6,6 @@ options.py parses its arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from megatron_rl_tools.doctor.check_ranks import check_local_ranks, check_ranks
 from megatron_rl_tools.doctor.check_servers import check_url
 from megatron_rl_tools.doctor.check_storage import check_disk, kept_bytes
 from megatron_rl_tools.doctor.options import parse
+from megatron_rl_tools.json_output import json_text
 
 Sections = Iterator[tuple[str, list[Check]]]
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             for check in checks:
                 console.print(check_line(check))
     if arguments.json:
-        print(json.dumps({"sections": sections, "counts": counts}, indent=1))
+        print(json_text({"sections": sections, "counts": counts}))
     elif not is_other_rank:
         console.print(f"\n{counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL")
     return 1 if counts["FAIL"] else 0

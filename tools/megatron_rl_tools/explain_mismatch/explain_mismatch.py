@@ -6,7 +6,6 @@ options.py parses its arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 
 from megatron_rl.checkpoint.batches.bundle_header import BUNDLE
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.rules.adapter_rules import check_adapter_is_merged
 from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
@@ -28,7 +28,7 @@ from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl_tools.explain_mismatch.history import History, read_history
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Ladder
 from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
-from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, parse
+from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, OF_REQUESTS, parse
 from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect_to_server
 from megatron_rl_tools.explain_mismatch.token_inputs import (
     Saved,
@@ -37,6 +37,7 @@ from megatron_rl_tools.explain_mismatch.token_inputs import (
     read_run,
 )
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
+from megatron_rl_tools.json_output import json_text
 
 LONGEST, LEAST_LENGTH = 160, 4
 RESERVED = 8
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         history = replace(history, notes=(*history.notes, f"no ladder: {reason}"))
     if args.json:
-        print(json.dumps(as_json(explanation, history), indent=1))
+        print(json_text(as_json(explanation, history)))
     else:
         lines = history.lines() if history else []
         lines += describe_inputs(explanation) if explanation else []
@@ -150,6 +151,7 @@ def of_server(args: argparse.Namespace) -> Explanation:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Set the defaults of the requests.  Raises ValueError, which names the option."""
     if args.url is None or args.model is None:
         raise ValueError(
             "needs RUN_DIR, or --url and --model: a server alone does not say what the trainer"
@@ -164,6 +166,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name} {value}: must be at least {least}; leave it out for the default"
             )
+    for name, default in OF_REQUESTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
 def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
@@ -208,7 +213,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
     if base is not None:
         values = base.model_dump(mode="json", exclude_unset=True)
     elif args.config is not None:
-        values = load_config(args.config).model_dump(mode="json", exclude_unset=True)
+        named = load_config(args.config)
+        check_adapter_is_merged(named, args.model, "--model")
+        values = named.model_dump(mode="json", exclude_unset=True)
     for name, keys in sections.items():
         values[name] = keys if name in ("parallel", "replay") else {**values.get(name, {}), **keys}
     # RouterScores reads packed rows
@@ -233,10 +240,12 @@ KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow
 
 
 def check_folder(args: argparse.Namespace) -> None:
-    if args.url is not None or args.config is not None:
+    options = [name for name in ("url", "config", *OF_REQUESTS) if getattr(args, name) is not None]
+    if options:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         raise ValueError(
-            f"{args.folder} has its own settings: --url and --config have no effect with RUN_DIR;"
-            " leave them out"
+            f"{args.folder}: no effect of {names} with RUN_DIR, which has its settings and its"
+            " tokens; leave out what is named"
         )
 
 

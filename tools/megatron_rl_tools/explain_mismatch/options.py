@@ -17,6 +17,8 @@ from pathlib import Path
 
 COMMAND = "megatron-rl explain-mismatch"
 DTYPES = ("float32", "bfloat16")
+OF_REQUESTS = {"prompts": 6, "longest": None, "response": 32, "seed": 0, "no_routes": False}
+"""Options of the requests to a server -> their defaults; none has an effect with RUN_DIR."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,16 +36,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help=text)
     add("--temperature", type=float, help="of the requests (default: that of --config, else 1)")
     text = "prompts of random token ids, two responses each (default 6)"
-    add("--prompts", type=int, default=6, metavar="N", help=text)
+    add("--prompts", type=int, metavar="N", help=text)
     text = "the longest prompt (default 160, or what the model allows)"
     add("--longest", type=int, metavar="TOKENS", help=text)
     text = "tokens of a response (default 32)"
-    add("--response", type=int, default=32, metavar="TOKENS", help=text)
-    add("--seed", type=int, default=0)
+    add("--response", type=int, metavar="TOKENS", help=text)
+    add("--seed", type=int, help="of the prompts (default 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     text = "do not load transformers' model of the checkpoint"
     add("--no-referee", action="store_true", help=text)
-    add("--no-routes", action="store_true", help="do not compare experts: the server returns none")
+    text = "do not compare experts: the server returns none"
+    add("--no-routes", action="store_true", default=None, help=text)
     path = Path("explain_mismatch.html")
     add("--output", type=Path, default=path, metavar="FILE", help="the page to write")
     add("--json", action="store_true", help="print the evidence and the verdicts as JSON")

@@ -14,7 +14,14 @@ import numpy as np
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Rollout
-from megatron_rl_tools.explain_mismatch.evidence import Evidence, difference, kl, overlap
+from megatron_rl_tools.explain_mismatch.evidence import (
+    NO_ROUTE,
+    Evidence,
+    difference,
+    kl,
+    overlap,
+    served_routes,
+)
 from megatron_rl_tools.explain_mismatch.server_side import Fresh, ServerFacts
 from megatron_rl_tools.explain_mismatch.trainer_side import Half, logprobs
 from megatron_rl_tools.explain_mismatch.weights import Comparison
@@ -69,24 +76,31 @@ def fresh_evidence(
     over all of them.
     """
     evidence = Evidence()
-    pairs = zip(rollouts, fresh, strict=True)
-    ids = [(rollout.routed_experts, forward.routes) for rollout, forward in pairs]
-    routes = [(a, b.astype(np.int64)) for a, b in ids if a is not None and b is not None]
     if temperature == 1.0:  # that of the forward's log-probs
         again = [forward.logprobs for forward in fresh]
         mu = [rollout.rollout_logprobs for rollout in rollouts]
         evidence.add("cache", logprob_diff=difference(mu, again))
         evidence.add("kl", fresh=kl(again, logprobs(live)))
-    if routes and server_dtype == "float32":  # rounding flips routes in other precisions
-        # only the prompt's rows come from the cache
-        prompts = [rollout.prompt_length - 1 for rollout in rollouts]
-        parts = [
-            1 - overlap(a[:rows], b[:rows])
-            for (a, b), rows in zip(routes, prompts, strict=True)
-            if rows
-        ]
-        evidence.add("cache", differ=float(np.mean(parts)))
+    if server_dtype == "float32":  # rounding flips routes in other precisions
+        evidence.add("cache", differ=cache_difference(rollouts, fresh))
     return evidence
+
+
+def cache_difference(rollouts: Sequence[Rollout], fresh: Sequence[Fresh]) -> float | None:
+    """Return the share of the prompts' experts that differ in one forward, of the rows that have a
+    route in both; None if no row has.  Only the prompt's rows come from the cache.
+    """
+    parts = []
+    for rollout, forward in zip(rollouts, fresh, strict=True):
+        served, again = served_routes(rollout), forward.routes
+        if served is None or again is None:
+            continue
+        rows = slice(rollout.prompt_length - 1)
+        if forward.missing_routes is not None:
+            served = np.where(forward.missing_routes[:, None, None], NO_ROUTE, served)
+        if (served[rows] != NO_ROUTE).any():
+            parts.append(1 - overlap(served[rows], again[rows].astype(np.int64)))
+    return float(np.mean(parts)) if parts else None
 
 
 def weight_evidence(comparison: Comparison) -> Evidence:

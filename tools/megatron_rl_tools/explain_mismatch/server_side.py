@@ -63,6 +63,8 @@ class Fresh:
     """Log-probs of the sampled tokens at temperature 1, float32 [R]."""
     routes: np.ndarray | None
     """Expert ids, uint8 | int16 [S - 1, L, K]."""
+    missing_routes: np.ndarray | None
+    """bool [S - 1], the rows without a route; None where every row has one."""
     hidden: np.ndarray | None
     """Hidden states after the last norm, float32 [S, H]; None if the server returns none."""
 
@@ -137,14 +139,15 @@ class ServerSide:
                 " logprob_start_len?"
             )
         logprobs = np.array([entries[place][0] for place in rollout.sampled], np.float32)
-        routes = None
+        routes, missing = None, None
         if self.want_routes:
             try:
-                routes, _ = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)
+                routes, missing = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)
             except SampleDropped as error:
                 raise ServerError(f"SGLang server {self.url}: {error}") from error
-            routes = routes[: len(tokens) - 1]  # without the row of the token sampled here
-        return Fresh(logprobs, routes, self._hidden(meta, len(tokens)))
+            rows = len(tokens) - 1  # without the row of the token sampled here
+            routes, missing = routes[:rows], None if missing is None else missing[:rows]
+        return Fresh(logprobs, routes, missing, self._hidden(meta, len(tokens)))
 
     def checksums(self) -> list[dict[str, str]]:
         """Return name -> checksum of a tensor for every rank; [] if the server has none that

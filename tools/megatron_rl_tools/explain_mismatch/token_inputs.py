@@ -13,6 +13,7 @@ import numpy as np
 from megatron_rl.checkpoint.batches.bundle_header import Header, read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.rules.adapter_rules import check_adapter_is_merged
 from megatron_rl.config.run_paths import RunFolder, writer_name
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, to_rollout
@@ -75,12 +76,7 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     config.toml, and for a run that began with an adapter unless --model names merged weights.
     """
     base = run_config(folder)
-    if base.lora.path is not None and model is None:
-        raise ValueError(
-            f"lora.path = {base.lora.path}: the weights that sampled are model.path with this"
-            " adapter, and this command loads no adapter; name an HF checkpoint that has it merged"
-            " with --model"
-        )
+    check_adapter_is_merged(base, model or base.model.path, "--model")
     replicas = read_replicas(folder)
     first = min((step for steps in replicas.values() for step in steps), default=0)
     parts = [
@@ -171,7 +167,14 @@ def check_sampled_by(
     """Raise BundleError unless one version of the weights sampled all, and these are those of the
     bundle, or named with --model.
     """
+    if model is None and header.get("rollouts_of"):
+        raise BundleError(
+            f"{folder}: rollouts_of = {header['rollouts_of']}: weights of that run sampled its"
+            " tokens, not those of the bundle; name an HF checkpoint of the version that sampled"
+            " with --model"
+        )
     sampled = sorted({int(value) for rollout in rollouts for value in rollout.policy_versions})
+    # runs with rollout.max_staleness = 0 record none: all their tokens are of the step's version
     recorded = header.get("policy_version")
     version = header["step"] if recorded is None else recorded
     if len(sampled) > 1 or (model is None and (header["update"] > 0 or sampled != [version])):

@@ -17,7 +17,11 @@ import torch
 from megatron_rl.config.device_limits import Device
 from megatron_rl_tools.doctor.check_packages import installed_versions
 from megatron_rl_tools.gpu_check.options import parse
-from megatron_rl_tools.gpu_check.results_page import totals, write_results
+from megatron_rl_tools.gpu_check.results_page import (
+    keep_earlier_results,
+    totals,
+    write_results,
+)
 from megatron_rl_tools.gpu_check.step_runner import StepReport, check_is_ours, run_job
 from megatron_rl_tools.gpu_check.steps import STEPS, CheckStep, StepPlace, job
 
@@ -46,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-rl gpu-check: --out {args.out}: {error}", file=sys.stderr)
         return 2
     place.folder.mkdir(parents=True, exist_ok=True)
+    if kept := keep_earlier_results(args.out):
+        print(f"earlier results in {args.out} are kept as {' and '.join(kept)}")
     reports = run_steps(chosen, place, machine(args.device))
     print(f"{totals(reports)}: {args.out / 'report.md'}")
     return 1 if any(report.outcome.verdict == "failed" for report in reports) else 0

@@ -6,7 +6,8 @@ a CPU with --device cpu.
 
 Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not
 possible here.  A failed step does not stop the following ones.  Results: DIR/report.md,
-DIR/results.json, and a log of each step in DIR/steps.
+DIR/results.json, and a log of each step in DIR/steps.  Those of an earlier call get a number
+(report_1.md); the folder of a step that runs again is replaced.
 Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/launch.md
 """
 

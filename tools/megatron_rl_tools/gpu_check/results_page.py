@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +9,9 @@ from pathlib import Path
 
 from megatron_rl_tools.gpu_check.result import Figure
 from megatron_rl_tools.gpu_check.step_runner import StepReport
+from megatron_rl_tools.json_output import json_text
 
+RESULTS = ("report.md", "results.json")
 SEND_BACK = "Send back the complete folder: this page, results.json, and steps/*/log.txt."
 
 
@@ -20,8 +21,25 @@ def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[St
     Called after every step, so that a killed run leaves them.
     """
     everything = {"machine": dict(machine), "steps": [asdict(report) for report in reports]}
-    (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    (folder / "results.json").write_text(json_text(everything) + "\n")
     (folder / "report.md").write_text(results_page(machine, reports))
+
+
+def keep_earlier_results(folder: Path) -> list[str]:
+    """Rename the results of an earlier call in `folder` to NAME_N, and return their new names."""
+    kept = []
+    files = [folder / name for name in RESULTS]
+    number = 1
+    while any(numbered(file, number).exists() for file in files):
+        number += 1
+    for file in files:
+        if file.exists():
+            kept.append(file.rename(numbered(file, number)).name)
+    return kept
+
+
+def numbered(file: Path, number: int) -> Path:
+    return file.with_stem(f"{file.stem}_{number}")
 
 
 def results_page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> str:

@@ -54,15 +54,20 @@ def ask_load(url: str, headers: dict[str, str]) -> Load:
         ) as http:
             version = http.get("/model_info").raise_for_status().json()["weight_version"]
             loads = http.get("/v1/loads").raise_for_status().json()["loads"]
+        return read_load(url, str(version), loads)
     except httpx.HTTPStatusError as error:
         return Load(url, problem=f"answers {error.response.status_code}")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Load(url, problem=f"does not answer from here ({type(error).__name__})")
-    except (ValueError, KeyError, TypeError):
+    # whatever another program at this address may answer
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return Load(url, problem="answers no load")
+
+
+def read_load(url: str, version: str, loads: Sequence[dict[str, Any]]) -> Load:
     return Load(
         url,
-        version=str(version),
+        version=version,
         tokens_per_second=total_load(loads, "gen_throughput"),
         running=round(total_load(loads, "num_running_reqs")),
         waiting=round(total_load(loads, "num_waiting_reqs")),

@@ -26,6 +26,8 @@ KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups"
 DeepSeek-V2; of DeepSeek-V3.
 """
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+OF_RANDOM_MODEL = {"num_layers": None, "experts": 32, "topk": 4, "first_k_dense": 0}
+"""Options of the small random model -> their defaults; none has an effect with --model."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,6 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_model_options(parser.add_argument)
     add_pass_options(parser.add_argument)
     args = parser.parse_args(arguments)
+    check_options_of_model(parser, args)
     check_options_of_proof(parser, args)
     return args
 
@@ -51,11 +54,11 @@ def add_model_options(add: Callable[..., object]) -> None:
     add("--model", type=Path, metavar="MODEL", help=text)
     text = "keep the model's layout-relevant shape, cut the rest; random weights"
     add("--shrink", action="store_true", help=text)
-    text = "default: 4, or as many as --layers-per-stage holds"
+    text = "of the random model, as the next three; default: 4, or those of --layers-per-stage"
     add("--num-layers", type=int, metavar="N", help=text)
-    add("--experts", type=int, metavar="N", default=32)
-    add("--topk", type=int, metavar="N", default=4, dest="top_k")
-    add("--first-k-dense", type=int, metavar="N", default=0)
+    for name in ("experts", "topk", "first_k_dense"):
+        text = f"default: {OF_RANDOM_MODEL[name]}"
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     for name in SIZES:
         text = "default: the TOML's, else " + ("tp" if name == "etp" else "1")
         add(f"--{name}", type=int, help=text)
@@ -89,6 +92,23 @@ def add_pass_options(add: Callable[..., object]) -> None:
     add("--json", action="store_true", help="one JSON object instead of the table")
 
 
+def check_options_of_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Set the sizes of the random model; end with an error for options without an effect."""
+    sizes = [name for name in OF_RANDOM_MODEL if getattr(args, name) is not None]
+    if args.model is not None and sizes:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
+        parser.error(
+            f"--model {args.model}: no effect of {names}, as the model has its sizes (--shrink"
+            " keeps its experts, and as many layers as the stages need or --layers-per-stage"
+            " holds); leave out what is named"
+        )
+    if args.model is None and args.shrink:
+        parser.error("--shrink has no effect without --model: the random model is small")
+    for name, default in OF_RANDOM_MODEL.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
 def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error for arguments that exclude one another."""
     if args.micro_batches < 1:
@@ -117,8 +137,8 @@ def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Names
             f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers"
             " with experts"
         )
-    if args.model is None and not 1 <= args.top_k < args.experts:
-        parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
+    if args.model is None and not 1 <= args.topk < args.experts:
+        parser.error(f"--topk {args.topk}: must be in 1..{args.experts - 1}, below --experts")
 
 
 def stages_of(text: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
 import socket
@@ -32,6 +31,7 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
+from megatron_rl_tools.json_output import json_text
 from megatron_rl_tools.verify_replay.fingerprints import Given, Shape, make_given
 from megatron_rl_tools.verify_replay.options import (
     EPISODE_FAULTS,
@@ -211,7 +211,7 @@ def proof_config(
         small = small_config(
             num_layers=num_layers(args),
             first_k_dense=args.first_k_dense,
-            top_k=args.top_k,
+            top_k=args.topk,
             num_experts=args.experts,
             **size,
         )
@@ -363,7 +363,7 @@ def print_json(report: ProofReport) -> None:
         "seconds": round(report.seconds, 2),
         "setup": report.setup,
     }
-    print(json.dumps({**values, "checks": [asdict(check) for check in report.checks]}, indent=2))
+    print(json_text({**values, "checks": [asdict(check) for check in report.checks]}))
 
 
 def is_toml(path: Path | None) -> bool:
