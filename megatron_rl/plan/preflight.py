@@ -44,10 +44,12 @@ CHAT_TEMPLATES = (
     "additional_chat_templates",
 )
 """Files and folders of chat templates."""
-REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
-"""Positional arguments of reward.function: a response, or an episode.  A group takes the place of
-the episode; which one is meant is read from the function's annotation when it is loaded.
-"""
+REWARD_ARGUMENTS = (
+    ("prompt", "response", "label"),
+    ("episode: megatron_rl.reward.Episode",),
+    ("group: list[megatron_rl.reward.Episode]",),
+)
+"""Positional arguments of reward.function: the forms of reward/function.py."""
 LOSS_ARGUMENTS = ("inputs", "config")
 SANDBOX = ("megatron_rl.reward.code_tests.", "megatron_rl.reward.sandbox.")
 """Beginnings of names of modules that run programs of the model."""

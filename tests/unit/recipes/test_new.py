@@ -16,6 +16,7 @@ from megatron_rl.models.known import HUB, KNOWN, RENDERERS
 from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
 from megatron_rl.plan.hardware import find_hardware
+from megatron_rl.plan.preflight import REWARD_ARGUMENTS
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
 from megatron_rl_tools.tiny_text import make_tokenizer
@@ -155,7 +156,7 @@ def test_the_reward_of_a_recipe_can_be_called(recipe, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(new.recipes()[recipe])
     config = tomllib.loads((new.recipes()[recipe] / "config.toml").read_text())
     if ":" in (name := config["reward"]["function"]):
-        assert problem_of(name, ("prompt", "response", "label"), ("episode",)) is None
+        assert problem_of(name, *REWARD_ARGUMENTS) is None
 
 
 def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):
