@@ -302,3 +302,12 @@ def resume_problems(cfg: Config) -> Iterator[str]:
         )
     except ValueError as error:  # of the checks above, with a complete message
         yield str(error)
+
+
+def resumed_step(cfg: Config) -> int:
+    """Return the number of steps in the checkpoint that the run continues from; 0 without one.
+
+    resume_problems must have passed.
+    """
+    path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
+    return 0 if path is None else int(json.loads((Path(path) / STATE).read_text())["step"])
