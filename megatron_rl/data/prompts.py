@@ -20,6 +20,7 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.pass_rates import PassRates
 from megatron_rl.data.prompt_stream import PromptState, PromptStream
 from megatron_rl.data.rows import BrokenRow, DataError, Message, describe_broken_rows, parse_rows
+from megatron_rl.models.spec import ModelError
 from megatron_rl.records import Prompt
 
 if TYPE_CHECKING:
@@ -64,21 +65,21 @@ class PromptFile:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the HF tokenizer of a checkpoint directory.
 
-    Raises ValueError where there is none, or where it has no end token.
+    Raises ModelError where there is none, or where it has no end token.
     """
     if not Path(path).is_dir():
-        raise ValueError(f"model.path = {path}: no such directory")
+        raise ModelError(f"model.path = {path}: no such directory")
     # the import takes seconds, which ranks that tokenize nothing do not need
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise ModelError(
             f"model.path = {path}: no tokenizer could be loaded from it: {error}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise ModelError(
             f"model.path = {path}: its tokenizer has no eos token, so no response could end"
         )
     return tokenizer

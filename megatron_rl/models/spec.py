@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from megatron_rl.config import ConfigError
+
 HfConfig: TypeAlias = dict[str, Any]
 """The content of a config.json."""
 
 
-class ModelError(ValueError):
+class ModelError(ConfigError):
     """A checkpoint or a model setting is not supported; the message names key, value and rule."""
 
 
