@@ -108,19 +108,20 @@ def load_prompts(
     """Return every row of `path` as a Prompt of `source`, in file order.
 
     The id is the row's "id", else "SOURCE:LINE", without a source "FILE:LINE"; equal ids are
-    allowed.  Raises DataError listing the
-    first broken rows with their line (jsonl) or row (parquet), counted from 1: a broken row is
-    never skipped.  A prompt longer than data.max_prompt_tokens is broken, or is dropped and
-    counted, as data.on_long_prompt says.
+    allowed.  Raises DataError for a file that cannot be read, and one listing the first broken rows
+    with their line (jsonl) or row (parquet), counted from 1: a broken row is never skipped.  A
+    prompt longer than data.max_prompt_tokens is broken, or is dropped and counted, as
+    data.on_long_prompt says.
     """
     path = Path(path)
+    parsed = list(parse_rows(path, config, source))  # first: a file may not be there
     if config.chat_template and tokenizer.chat_template is None:
         raise DataError(
             f"{path}: data.chat_template = true but the tokenizer has no chat template; set"
             " data.chat_template = false"
         )
     rows, errors = [], []
-    for row in parse_rows(path, config, source):
+    for row in parsed:
         if isinstance(row, BrokenRow):
             errors.append(row)
         else:
