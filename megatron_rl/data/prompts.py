@@ -115,11 +115,7 @@ def load_prompts(
     """
     path = Path(path)
     parsed = list(parse_rows(path, config, source))  # first: a file may not be there
-    if config.chat_template and tokenizer.chat_template is None:
-        raise DataError(
-            f"{path}: data.chat_template = true but the tokenizer has no chat template; set"
-            " data.chat_template = false"
-        )
+    check_chat_template(path, config, tokenizer)
     rows, errors = [], []
     for row in parsed:
         if isinstance(row, BrokenRow):
@@ -286,6 +282,15 @@ class PromptSource(PromptStream):
             if prompt.metadata:
                 crc = zlib.crc32(json.dumps(prompt.metadata, sort_keys=True).encode(), crc)
         return crc
+
+
+def check_chat_template(path: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raise DataError where the rows of `path` need a chat template and there is none."""
+    if config.chat_template and tokenizer.chat_template is None:
+        raise DataError(
+            f"{path}: data.chat_template = true but the tokenizer has no chat template; set"
+            " data.chat_template = false, or add chat_template.jinja to the folder of the model"
+        )
 
 
 def prompt_text(messages: Sequence[Message], config: DataConfig, tokenizer: Tokenizer) -> str:
