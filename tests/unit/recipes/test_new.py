@@ -146,6 +146,17 @@ def test_a_project_of_an_agent_has_the_models_chat_format(recipe, tmp_path, caps
     }
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_comments_hold_for_the_layout_that_is_written(recipe, tmp_path):
+    """16 GPUs have another recompute in some recipes, and servers that others started."""
+    assert make(tmp_path / "p", recipe, "--gpus", "16") == 0
+    config = (tmp_path / "p/config.toml").read_text()
+    (line,) = [line for line in config.splitlines() if line.startswith("recompute = ")]
+    assert "none and selective are faster and need more memory" in line
+    assert tomllib.loads(config)["rollout"]["urls"]
+    assert "alternation" not in config and "colocated" not in config
+
+
 def test_every_known_model_has_a_checkpoint_on_the_hub():
     assert HUB.keys() == KNOWN.keys()
 
