@@ -57,7 +57,7 @@ def print_report(arguments: argparse.Namespace, overrides: list[str]) -> int:
         text = report(cfg, arguments.gpus, hardware, assumed, has_servers=has_servers)
         if not has_servers:
             first_step = resumed_step(cfg)
-            SavedSteps(arguments.from_rollouts, cfg, model_spec(cfg.model), first_step=first_step)
+            SavedSteps(arguments.from_rollouts, cfg, planned_spec(cfg.model), first_step=first_step)
         print(text)
     except ValueError as error:
         print(f"megatron-rl dry-run: {error}", file=sys.stderr)
@@ -82,7 +82,7 @@ def report(
     refuse; the message names key, value, rule and fix.
     """
     is_name = is_known(cfg.model.path)
-    spec = model_spec(cfg.model)
+    spec = planned_spec(cfg.model)
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or smallest_world(cfg.parallel)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     check_layout(spec, cfg, world)
@@ -112,12 +112,13 @@ def report(
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
+def planned_spec(model: ModelConfig) -> ModelSpec:
+    """Return the sizes of a checkpoint, or of a name to plan with."""
+    return find_spec(model.path) if is_known(model.path) else model_spec(model)
+
+
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Return the sizes of a checkpoint or of a name to plan with; with model.provider = bridge
-    Megatron-Bridge reads them.
-    """
-    if is_known(model.path):
-        return find_spec(model.path)
+    """Return the sizes of a checkpoint; with model.provider = bridge Megatron-Bridge reads them."""
     if model.provider == "native":
         return make_spec(read_hf_config(model.path))
     from megatron_rl.engine.provider import provider_spec  # imports torch and core: seconds
