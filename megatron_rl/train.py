@@ -97,9 +97,9 @@ def collect(cfg: Config) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.  Ends the process itself where a tracker hangs.
 
-    Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1
-    (start it again), 130 interrupted, 1 anything else that stopped the run.  The watchdog ends the
-    process with 87 (launch/exit_codes.py).
+    Returns the exit status: 0 done, 2 bad configuration, or what it names cannot be loaded, 85
+    saved and stopped by SIGTERM or SIGUSR1 (start it again), 130 interrupted, 1 anything else that
+    stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
     """
     status = run(argv)
     exit_if_tracker_hangs(status)
@@ -156,7 +156,7 @@ def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
     # the cause and the user's frames on the terminal, the traceback in a file
     except Exception as error:
         report_error(error, cfg.run_dir, program, lines)
-        return 1
+        return BAD_CONFIG if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -31,7 +31,10 @@ AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra=
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message names key, value, rule and fix."""
+    """A configuration that cannot run, or names what cannot be loaded; the message names key,
+    value, rule and fix.  A rank that it ends has the exit status BAD_CONFIG: a restart would not
+    help.
+    """
 
 
 class Section(BaseModel):

@@ -20,6 +20,7 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.pass_rates import PassRates
 from megatron_rl.data.prompt_stream import PromptState, PromptStream
 from megatron_rl.data.rows import BrokenRow, DataError, Message, describe_broken_rows, parse_rows
+from megatron_rl.models.spec import ModelError
 from megatron_rl.records import Prompt
 
 if TYPE_CHECKING:
@@ -64,21 +65,21 @@ class PromptFile:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the HF tokenizer of a checkpoint directory.
 
-    Raises ValueError where there is none, or where it has no end token.
+    Raises ModelError where there is none, or where it has no end token.
     """
     if not Path(path).is_dir():
-        raise ValueError(f"model.path = {path}: no such directory")
+        raise ModelError(f"model.path = {path}: no such directory")
     # the import takes seconds, which ranks that tokenize nothing do not need
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise ModelError(
             f"model.path = {path}: no tokenizer could be loaded from it: {error}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise ModelError(
             f"model.path = {path}: its tokenizer has no eos token, so no response could end"
         )
     return tokenizer
@@ -107,19 +108,16 @@ def load_prompts(
     """Return every row of `path` as a Prompt of `source`, in file order.
 
     The id is the row's "id", else "SOURCE:LINE", without a source "FILE:LINE"; equal ids are
-    allowed.  Raises DataError listing the
-    first broken rows with their line (jsonl) or row (parquet), counted from 1: a broken row is
-    never skipped.  A prompt longer than data.max_prompt_tokens is broken, or is dropped and
-    counted, as data.on_long_prompt says.
+    allowed.  Raises DataError for a file that cannot be read, and one listing the first broken rows
+    with their line (jsonl) or row (parquet), counted from 1: a broken row is never skipped.  A
+    prompt longer than data.max_prompt_tokens is broken, or is dropped and counted, as
+    data.on_long_prompt says.
     """
     path = Path(path)
-    if config.chat_template and tokenizer.chat_template is None:
-        raise DataError(
-            f"{path}: data.chat_template = true but the tokenizer has no chat template; set"
-            " data.chat_template = false"
-        )
+    parsed = list(parse_rows(path, config, source))  # first: a file may not be there
+    check_chat_template(path, config, tokenizer)
     rows, errors = [], []
-    for row in parse_rows(path, config, source):
+    for row in parsed:
         if isinstance(row, BrokenRow):
             errors.append(row)
         else:
@@ -284,6 +282,15 @@ class PromptSource(PromptStream):
             if prompt.metadata:
                 crc = zlib.crc32(json.dumps(prompt.metadata, sort_keys=True).encode(), crc)
         return crc
+
+
+def check_chat_template(path: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raise DataError where the rows of `path` need a chat template and there is none."""
+    if config.chat_template and tokenizer.chat_template is None:
+        raise DataError(
+            f"{path}: data.chat_template = true but the tokenizer has no chat template; set"
+            " data.chat_template = false, or add chat_template.jinja to the folder of the model"
+        )
 
 
 def prompt_text(messages: Sequence[Message], config: DataConfig, tokenizer: Tokenizer) -> str:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megatron_rl.config import DataConfig
+from megatron_rl.config import ConfigError, DataConfig
 
 Message: TypeAlias = dict[str, Any]
 """{"role": text, "content": text}, and any other field that a chat template reads."""
@@ -34,7 +34,7 @@ MISSING = object()
 MAX_ERRORS_SHOWN = 5
 
 
-class DataError(ValueError):
+class DataError(ConfigError):
     """An error in a prompt file; the message names file, line, key, value and rule."""
 
 

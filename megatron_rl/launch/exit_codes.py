@@ -1,7 +1,8 @@
 """Exit statuses of a rank, which examples/launch/train.sh and slurm.sbatch pass on and act on."""
 
 BAD_CONFIG = 2
-"""Invalid configuration; a restart would not help."""
+"""Invalid configuration, or a model, data or function that it names cannot be loaded; a
+restart would not help."""
 REQUEUE = 85
 """Stopped by a signal, and saved where a step had been trained: a restart continues from there
 (ERESTART of Linux)."""

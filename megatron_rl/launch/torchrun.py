@@ -6,6 +6,7 @@ whose configuration is invalid, and reuses the store of the failed attempt.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from torch.distributed import run
+from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
@@ -141,6 +142,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended_ranks(lines, f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
         return ended_ranks(lines, error.sigval.name, first_of(codes) if codes else REQUEUE)
+    except DistNetworkError as error:
+        if errno.errorcode[errno.EADDRINUSE] not in str(error):
+            raise
+        address = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+        cause = (
+            f"--master-port: another program, such as another run, listens on {address}; set"
+            " another --master-port (train.sh: MASTER_PORT), or on one node --standalone, which"
+            " takes a free one"
+        )
+        return ended_ranks(lines, cause, 1)
     # after a restart another node, or that of the rendezvous, is missing
     except RendezvousError as error:
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_rl.config import LossConfig
+from megatron_rl.config import ConfigError, LossConfig
 from megatron_rl.loss.sequences import Sequences
 
 
@@ -55,19 +55,19 @@ inputs.logprobs.
 
 
 def check_loss(config: LossConfig) -> None:
-    """Raise ValueError for a user's loss that cannot be loaded."""
+    """Raise ConfigError for a user's loss that cannot be loaded."""
     if ":" in config.name:  # else the name of a preset, which the configuration has checked
         load_loss(config.name)
 
 
 @functools.cache
 def load_loss(name: str) -> LossFunction:
-    """Import the loss `package.module:function`.  Raises ValueError where there is none."""
+    """Import the loss `package.module:function`.  Raises ConfigError where there is none."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"loss.name = {name!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"loss.name = {name!r} cannot be loaded: {error}") from error
     if not callable(function):
-        raise ValueError(f"loss.name = {name!r} is not a function")
+        raise ConfigError(f"loss.name = {name!r} is not a function")
     return function

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from megatron_rl.config import ConfigError
+
 HfConfig: TypeAlias = dict[str, Any]
 """The content of a config.json."""
 
+FOLDERS = ("checkpoint", "checkpoints", "data", "model", "models", "runs")
+"""Usual names of folders, which are not taken for an organisation of the hub."""
 
-class ModelError(ValueError):
+
+class ModelError(ConfigError):
     """A checkpoint or a model setting is not supported; the message names key, value and rule."""
 
 
@@ -255,7 +260,8 @@ def hub_hint(path: Path, options: str = "") -> str:
     """Return how to download ORG/NAME from the Hugging Face hub, where a path looks like one and
     there is no such folder; else "".
     """
-    if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    is_like_one = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.parent.name not in FOLDERS
+    if path.parent.exists() or not is_like_one:
         return ""
     return (
         f"; nothing is downloaded: if it is a hub id, run `hf download {path}{options} --local-dir"
@@ -273,9 +279,9 @@ def load_hf_config(path: Path) -> HfConfig:
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
+        what = "no config.json there" if Path(path).is_dir() else "no such folder"
         raise ModelError(
-            f"model.path = {path}: no config.json there; give an HF checkpoint"
-            f" directory{hub_hint(Path(path))}"
+            f"model.path = {path}: {what}; give an HF checkpoint directory{hub_hint(Path(path))}"
         ) from error
     except OSError as error:
         raise ModelError(

@@ -27,10 +27,11 @@ from megatron_rl.plan.hardware import (
     find_hardware,
     read_assumptions,
 )
-from megatron_rl.plan.preflight import check_files
+from megatron_rl.plan.preflight import check_files, resumed_step
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, planned_machine
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.saved.saved_config import check_config
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
 
 MEMORY_TITLE = (
     "Memory per rank, computed, at the largest micro-batch; without the framework, CUDA and nccl"
@@ -53,7 +54,11 @@ def print_report(arguments: argparse.Namespace, overrides: list[str]) -> int:
             check_config(arguments.from_rollouts, cfg)
         hardware = find_hardware(arguments.gpu) if arguments.gpu else None
         assumed = read_assumptions(arguments.assume)
-        print(report(cfg, arguments.gpus, hardware, assumed, has_servers=has_servers))
+        text = report(cfg, arguments.gpus, hardware, assumed, has_servers=has_servers)
+        if not has_servers:
+            first_step = resumed_step(cfg)
+            SavedSteps(arguments.from_rollouts, cfg, planned_spec(cfg.model), first_step=first_step)
+        print(text)
     except ValueError as error:
         print(f"megatron-rl dry-run: {error}", file=sys.stderr)
         return 2
@@ -77,7 +82,7 @@ def report(
     refuse; the message names key, value, rule and fix.
     """
     is_name = is_known(cfg.model.path)
-    spec = find_spec(cfg.model.path) if is_name else model_spec(cfg.model)
+    spec = planned_spec(cfg.model)
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or smallest_world(cfg.parallel)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     check_layout(spec, cfg, world)
@@ -105,6 +110,11 @@ def report(
     for title, lines in texts.items():
         comments += ["", title, *(f"  {line}" for line in lines)]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def planned_spec(model: ModelConfig) -> ModelSpec:
+    """Return the sizes of a checkpoint, or of a name to plan with."""
+    return find_spec(model.path) if is_known(model.path) else model_spec(model)
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:

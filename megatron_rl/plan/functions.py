@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -10,10 +11,18 @@ from pathlib import Path
 
 from megatron_rl.config.base import nearest
 
+Known = dict[str, list[ast.stmt]]
+"""Name -> statements of a module's top level that define it."""
+NO_PARAMETERS = ast.arguments([], [], None, [], [], None, [])
+LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.JoinedStr, ast.UnaryOp)
+TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+LISTS = ("list", "List", "Sequence")
+
 
 def problem_of(name: str, *calls: Sequence[str]) -> str | None:
     """Return the problem of calling the function `name` with the positional arguments of one of
-    `calls`; None where the source shows no problem.
+    `calls`, such as "text" or, where the annotation counts, "batch: package.Type"; None where the
+    source shows no problem.
     """
     module, _, attribute = name.partition(":")
     spec = find_module(module)
@@ -25,25 +34,21 @@ def problem_of(name: str, *calls: Sequence[str]) -> str | None:
         return f"{spec.origin} cannot be read as Python: {error}"
     if tree is None:
         return None  # only an import could check it
-    known = dict(definitions(tree.body))
+    known: Known = {}
+    for defined, node in definitions(tree.body):
+        known.setdefault(defined, []).append(node)
     if attribute not in known:
         if "*" in known or "__getattr__" in known:
             return None  # the module may have it all the same
         callables = [
-            name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            name
+            for name, nodes in known.items()
+            if isinstance(nodes[-1], ast.FunctionDef | ast.ClassDef)
         ]
         return f"{spec.origin} has no function {attribute!r}{nearest(attribute, callables)}"
-    function = known[attribute]
-    # a decorator may change the arguments
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.decorator_list:
-        return None
-    if any(takes(function.args, len(arguments)) for arguments in calls):
-        return None
-    call = " or ".join(f"{attribute}({', '.join(arguments)})" for arguments in calls)
-    return (
-        f"{spec.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is"
-        f" called as {call}"
-    )
+    problems = [call_problem(node, attribute, known, calls) for node in known[attribute]]
+    # of several definitions, as in try and except, the source does not show which one counts
+    return None if None in problems else f"{spec.origin}, {problems[-1]}"
 
 
 def imports_of(name: str) -> set[str]:
@@ -98,7 +103,8 @@ def find_module(module: str) -> ModuleSpec | str:
 
 
 def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield (name, statement that defines it) at a module's top level and inside if, try and with.
+    """Yield (name, statement that defines it) at a module's top level and inside if, try and with,
+    except what only type checkers read.
 
     A star import has the name "*".
     """
@@ -114,18 +120,110 @@ def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             names = (name for target in targets for name in ast.walk(target))
             yield from ((name.id, node) for name in names if isinstance(name, ast.Name))
         else:
-            for part in ("body", "orelse", "finalbody"):
+            is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING
+            for part in ("orelse",) if is_for_types else ("body", "orelse", "finalbody"):
                 yield from definitions(getattr(node, part, ()))
             for handler in getattr(node, "handlers", ()):
                 yield from definitions(handler.body)
 
 
-def takes(arguments: ast.arguments, count: int) -> bool:
-    """Return True if a function with these arguments can be called with `count` by position."""
-    named = len(arguments.posonlyargs) + len(arguments.args)
-    keyword_only = sum(default is None for default in arguments.kw_defaults)
-    return (
-        named - len(arguments.defaults) <= count
-        and (arguments.vararg is not None or count <= named)
-        and not keyword_only
+def call_problem(
+    node: ast.stmt, name: str, known: Known, calls: Sequence[Sequence[str]]
+) -> str | None:
+    """Return the problem of calling what `node` defines as `name`; None where it shows none."""
+    parameters = parameters_of(node, known)
+    if isinstance(parameters, str):
+        return f"line {node.lineno}: {name} is {parameters}, which is not callable"
+    if parameters is None or any(takes(parameters, arguments, known) for arguments in calls):
+        return None
+    call = " or ".join(f"{name}({', '.join(arguments)})" for arguments in calls)
+    return f"line {node.lineno}: {name}({ast.unparse(parameters)}) is called as {call}"
+
+
+def parameters_of(node: ast.AST, known: Known) -> ast.arguments | str | None:
+    """Return the parameters of the callable that `node` defines; in words what it is where that is
+    not callable; None where only an import could tell.
+    """
+    match node:
+        # a decorator may change the arguments
+        case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+            return node.args
+        case ast.Lambda():
+            return node.args
+        case ast.ClassDef():
+            return method_parameters(node, "__init__", NO_PARAMETERS)
+        case ast.Assign(targets=[ast.Name()], value=value):
+            return parameters_of(value, known)
+        case ast.Call(func=ast.Name(id=name)) if isinstance(
+            (made := known.get(name, [node])[-1]), ast.ClassDef
+        ):
+            return method_parameters(made, "__call__", f"an object of class {name}")
+        case ast.Import():
+            return "a module"
+    return f"the value {ast.unparse(node):.40}" if isinstance(node, LITERALS) else None
+
+
+def method_parameters(
+    node: ast.ClassDef, name: str, absent: ast.arguments | str
+) -> ast.arguments | str | None:
+    """Return the parameters of a method without `self`; `absent` where the class has none; None
+    where a base, a metaclass or a decorator may define another.
+    """
+    methods = dict(definitions(node.body))
+    if node.bases or node.keywords or node.decorator_list or "__new__" in methods:
+        return None
+    parameters = parameters_of(methods[name], {}) if name in methods else absent
+    if name not in methods or not isinstance(parameters, ast.arguments):
+        return parameters
+    # `self` is the first of those by position
+    positional = "posonlyargs" if parameters.posonlyargs else "args"
+    bound = ast.arguments(**dict(ast.iter_fields(parameters)))
+    setattr(bound, positional, getattr(parameters, positional)[1:])
+    return bound
+
+
+def takes(parameters: ast.arguments, arguments: Sequence[str], known: Known) -> bool:
+    """Return True if a function with these parameters can be called with `arguments` by position.
+    One of "NAME: package.TYPE" needs a parameter with that annotation.
+    """
+    named = [*parameters.posonlyargs, *parameters.args]
+    keyword_only = sum(default is None for default in parameters.kw_defaults)
+    if len(named) - len(parameters.defaults) > len(arguments) or keyword_only:
+        return False
+    named += [parameters.vararg] * len(arguments) if parameters.vararg else []
+    types = [argument.partition(": ")[2] for argument in arguments]
+    return len(named) >= len(arguments) and all(
+        may_be(parameter.annotation, ast.parse(type_, mode="eval").body, known)
+        for parameter, type_ in zip(named, types, strict=False)
+        if type_
     )
+
+
+def may_be(annotation: ast.expr | None, wanted: ast.expr, known: Known) -> bool:
+    """Return False where the source shows that `annotation` is not the type `wanted`, which is
+    package.TYPE or list[package.TYPE].
+    """
+    match annotation, wanted:
+        case ast.Constant(value=str(text)), _:
+            try:
+                return may_be(ast.parse(text, mode="eval").body, wanted, known)
+            except SyntaxError:
+                return False
+        case ast.Subscript(), ast.Subscript():
+            container = ast.unparse(annotation.value).rpartition(".")[2]
+            # a text inside is not evaluated
+            is_text = isinstance(annotation.slice, ast.Constant)
+            return (
+                container in LISTS and not is_text and may_be(annotation.slice, wanted.slice, known)
+            )
+        case ast.Attribute(attr=name), ast.Attribute():
+            return name == wanted.attr
+        case ast.Name(id=name), _:
+            match known.get(name, [annotation])[-1]:
+                case ast.ImportFrom(names=aliases) if isinstance(wanted, ast.Attribute):
+                    imported = {alias.asname or alias.name: alias.name for alias in aliases}
+                    return imported[name] == wanted.attr
+                case ast.Assign() | ast.AnnAssign():
+                    return True  # a name for a type
+            return "*" in known and not hasattr(builtins, name)
+    return False

@@ -44,10 +44,12 @@ CHAT_TEMPLATES = (
     "additional_chat_templates",
 )
 """Files and folders of chat templates."""
-REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
-"""Positional arguments of reward.function: a response, or an episode.  A group takes the place of
-the episode; which one is meant is read from the function's annotation when it is loaded.
-"""
+REWARD_ARGUMENTS = (
+    ("prompt", "response", "label"),
+    ("episode: megatron_rl.reward.Episode",),
+    ("group: list[megatron_rl.reward.Episode]",),
+)
+"""Positional arguments of reward.function: the forms of reward/function.py."""
 LOSS_ARGUMENTS = ("inputs", "config")
 SANDBOX = ("megatron_rl.reward.code_tests.", "megatron_rl.reward.sandbox.")
 """Beginnings of names of modules that run programs of the model."""
@@ -300,3 +302,12 @@ def resume_problems(cfg: Config) -> Iterator[str]:
         )
     except ValueError as error:  # of the checks above, with a complete message
         yield str(error)
+
+
+def resumed_step(cfg: Config) -> int:
+    """Return the number of steps in the checkpoint that the run continues from; 0 without one.
+
+    resume_problems must have passed.
+    """
+    path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
+    return 0 if path is None else int(json.loads((Path(path) / STATE).read_text())["step"])

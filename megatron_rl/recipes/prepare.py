@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config, DataConfig, load_config
 from megatron_rl.data.prompt_files import train_files
-from megatron_rl.data.prompts import load_tokenizer, prompt_text
+from megatron_rl.data.prompts import check_chat_template, load_tokenizer, prompt_text
 from megatron_rl.data.rows import DataError, prompt_messages
 from megatron_rl.recipes.formats import Row
 from megatron_rl.recipes.labels import check_rewards
@@ -171,6 +171,7 @@ def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> list[str]:
     tokenizer = load_tokenizer(cfg.model.path)
     for name, prompts in sets.items():
         data = data_of(cfg, name)
+        check_chat_template(cfg.model.path, data, tokenizer)
         texts = [
             prompt_text(prompt_messages({"prompt": row["prompt"]}, "prompt", data), data, tokenizer)
             for row in prompts.rows

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.config import RewardConfig
+from megatron_rl.config import ConfigError, RewardConfig
 from megatron_rl.launch.trace import OFF
 from megatron_rl.reward.failures import KINDS, Failure, Reply, RewardError
 from megatron_rl.reward.function import Form
@@ -31,7 +31,7 @@ from megatron_rl.reward.scored_response import Episode
 from megatron_rl.workers.protocol import CallFailed, WorkerSpec
 from megatron_rl.workers.worker_process import WorkerProcess
 
-__all__ = ["RewardError", "RewardPool", "Rewarded"]
+__all__ = ["RewardError", "RewardNotLoaded", "RewardPool", "Rewarded"]
 
 SHOWN = 3  # failures of a kind that are logged in full
 # workers of a slot that may be lost, one after the other, while they start, until the run stops
@@ -43,6 +43,10 @@ Call = tuple[Episode, ...]
 """The responses that one call of the function scores."""
 
 logger = logging.getLogger(__name__)
+
+
+class RewardNotLoaded(RewardError, ConfigError):
+    """The reward function cannot be imported, or takes other arguments."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class RewardPool:
         self.trace, self._number = OFF, itertools.count(1)
 
     def __enter__(self) -> RewardPool:
-        """Start the workers.  Raises RewardError when the function cannot be imported, or takes
-        other arguments.
+        """Start the workers.  Raises RewardNotLoaded when the function cannot be imported, or takes
+        other arguments, and RewardError when a worker is lost meanwhile.
         """
         try:
             self._workers = [
@@ -215,7 +219,9 @@ class RewardPool:
             return worker
         except CallFailed as error:
             if error.kind == "errors" or not self._has_loaded:
-                raise RewardError(f"{name} cannot be loaded: {error}") from error
+                # one that is lost, for lack of memory perhaps, may start again
+                kind = RewardNotLoaded if error.kind == "errors" else RewardError
+                raise kind(f"{name} cannot be loaded: {error}") from error
             if start == MAX_STARTS:
                 raise RewardError(
                     f"{name}: {MAX_STARTS} workers in a row were lost while they started, the last"

@@ -160,7 +160,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, arguments, words)
 
 
 def test_files_and_checkpoint_are_checked_before_a_server_starts(tmp_path, capsys):
-    assert evaluate.main(["--checkpoint", str(tmp_path / "none"), "--sets", "a=b.jsonl"]) == 1
+    assert evaluate.main(["--checkpoint", str(tmp_path / "none"), "--sets", "a=b.jsonl"]) == 2
     assert "no such directory" in capsys.readouterr().err
     make_tokenizer().save_pretrained(tmp_path / "moe")
     (tmp_path / "bad.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+1="}\n')
@@ -172,12 +172,16 @@ def test_files_and_checkpoint_are_checked_before_a_server_starts(tmp_path, capsy
         f"b={tmp_path}/none.jsonl",
     ]
     options = ["--data.no_chat_template", "--out", tmp_path / "out"]
-    assert evaluate.main([str(argument) for argument in arguments + options]) == 1
+    assert evaluate.main([str(argument) for argument in arguments + options]) == 2
     error = capsys.readouterr().err
     assert (
         "bad.jsonl, line 2: key 'answer' is missing" in error
         and "none.jsonl: cannot be read" in error
     )
+    # its tokenizer has no chat template, which is another error, and not that of this file
+    assert evaluate.main([str(argument) for argument in [*arguments[:3], arguments[4]]]) == 2
+    error = capsys.readouterr().err
+    assert "none.jsonl: cannot be read" in error and "chat_template" not in error
 
 
 def table(rewards):

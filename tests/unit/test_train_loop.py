@@ -18,6 +18,8 @@ from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.sft import sft
 from megatron_rl.train import raise_interrupt, train
 from megatron_rl.trainer import build, sft_rows
+from megatron_rl_tools.tiny_text import make_tokenizer
+from tests.tiny import random_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +96,29 @@ def test_a_signal_outside_of_the_steps_ends_a_rank_with_its_status(when, status)
     restart.
     """
     assert subprocess.run([sys.executable, "-c", END, when], cwd=ROOT).returncode == status
+
+
+LOADS = """
+import sys
+from megatron_rl.train import run
+for options in sys.argv[1:]:
+    print(run(["--config", "good.toml", *options.split()]))
+"""
+
+
+def test_what_the_configuration_names_and_cannot_be_loaded_needs_no_restart(tmp_path):
+    """Exit status 2, as for a wrong key: torchrun and train.sh do not start it again."""
+    random_checkpoint(tmp_path / "moe")
+    make_tokenizer().save_pretrained(tmp_path / "moe")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    (tmp_path / "good.toml").write_text('[model]\npath = "moe"\n[data]\ntrain = "train.jsonl"\n')
+    options = ["--model.path nope", "--data.train nope.jsonl", "--agent.function nope:f"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, *options],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2"] * len(options), done.stderr
 
 
 def test_a_signal_while_the_rows_of_sft_are_read_stops_the_run(monkeypatch, sigint):

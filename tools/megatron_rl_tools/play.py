@@ -125,14 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for prompt in prompts[args.first - 1 :]:
             try:
                 rollout = asyncio.run(play(cfg, runner, tokenizer, prompt))
+                group = RolloutGroup(prompt, (rollout,))
+                scored = score_groups([group], pool, tokenizer, for_training=True)
             except (GroupCancelled, KeyboardInterrupt):
                 print()
                 return 0
-            except RolloutError as error:
+            except (RolloutError, RewardError) as error:
                 print(f"megatron-rl play: {error}", file=sys.stderr)
                 return 1
-            group = RolloutGroup(prompt, (rollout,))
-            print("\n".join(results(*score_groups([group], pool, tokenizer, for_training=True))))
+            print("\n".join(results(*scored)))
     return 0
 
 

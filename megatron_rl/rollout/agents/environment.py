@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
 
-from megatron_rl.config import AgentConfig
+from megatron_rl.config import AgentConfig, ConfigError
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 from megatron_rl.rollout.agents.episode import ContextFull, Environment, Episode, EpisodeError, Step
@@ -126,13 +126,13 @@ def is_nothing(observation: object) -> bool:
 
 
 def check_environment_class(loaded: object, where: str) -> Callable[[], Environment]:
-    """Return `loaded`, a class of environments.  Raises ValueError, naming the key, where it cannot
-    be one.
+    """Return `loaded`, a class of environments.  Raises ConfigError, naming the key, where it
+    cannot be one.
     """
     calls = {"reset": (None, None), "step": (None, None)}  # with self
     missing = [name for name in calls if not callable(getattr(loaded, name, None))]
     if not inspect.isclass(loaded) or missing:
-        raise ValueError(
+        raise ConfigError(
             f"{where} must be a class with the methods reset(prompt) and step(turn); missing:"
             f" {missing}"
         )
@@ -141,7 +141,7 @@ def check_environment_class(loaded: object, where: str) -> Callable[[], Environm
         for name, arguments in calls.items():
             inspect.signature(getattr(loaded, name)).bind(*arguments)
     except TypeError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{where} must be made without arguments, and have reset(prompt) and step(turn):"
             f" {error}"
         ) from error

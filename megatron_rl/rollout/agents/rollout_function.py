@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Collection
 
-from megatron_rl.config import AgentConfig
+from megatron_rl.config import AgentConfig, ConfigError
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.command import CommandRollout, passed_variables
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment_class
@@ -40,15 +40,15 @@ def load_function(
     processes: EnvironmentProcesses | ProgramProcesses | None = None,
     hidden_env: Collection[str] = (),
 ) -> RolloutFunction:
-    """Return what [agent] names as a rollout function.  Raises ValueError, naming the key, where it
-    cannot be one.
+    """Return what [agent] names as a rollout function.  Raises ConfigError, naming the key, where
+    it cannot be one.
 
     processes: those of user_processes.  hidden_env: the environment variables with keys of servers,
     which a command does not get.
     """
     if cfg.command:
         if shutil.which(cfg.command[0]) is None:
-            raise ValueError(
+            raise ConfigError(
                 f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH"
             )
         assert not isinstance(processes, EnvironmentProcesses)
@@ -57,7 +57,7 @@ def load_function(
     try:
         loaded = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME; modules are"
             f" looked for in {os.getcwd()}, PYTHONPATH and installed packages"
         ) from error
@@ -65,12 +65,12 @@ def load_function(
         assert not isinstance(processes, ProgramProcesses)
         return EnvironmentRollout(check_environment_class(loaded, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(loaded):
-        raise ValueError(
+        raise ConfigError(
             f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) ->"
             " Episode"
         )
     try:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{cfg.setting} must take (session, prompt): {error}") from error
+        raise ConfigError(f"{cfg.setting} must take (session, prompt): {error}") from error
     return loaded

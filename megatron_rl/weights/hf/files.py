@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from safetensors import safe_open
 
+from megatron_rl.config import ConfigError
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.entries import entries
 
@@ -27,7 +28,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 SHOWN = 5
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ConfigError):
     """An HF checkpoint that cannot be used.
 
     The message names the tensors or the file, and the rule.

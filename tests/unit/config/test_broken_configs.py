@@ -587,7 +587,7 @@ FILES = [
     (
         "--model.path none",
         "model.path = none",
-        "no config.json there",
+        "no such folder",
         "to plan with published sizes, --model.path olmoe",
     ),
     (

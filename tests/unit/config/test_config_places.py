@@ -120,4 +120,10 @@ def test_a_hub_id_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ModelError) as caught:
         load_hf_config(Path("checkpoints/none"))
-    assert "hub" not in str(caught.value)
+    assert "hub" not in str(caught.value) and "no such folder" in str(caught.value)
+    with pytest.raises(ModelError, match="models/none: no such folder; give") as caught:
+        load_hf_config(Path("models/none"))
+    assert "hub" not in str(caught.value), "the usual name of a folder"
+    (tmp_path / "checkpoints/empty").mkdir()
+    with pytest.raises(ModelError, match="no config.json there"):
+        load_hf_config(Path("checkpoints/empty"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -126,3 +127,13 @@ def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):
     starts = [(tmp_path / end).read_text().split().count("1") for end in ENDS]
     assert starts == [times for _, times in ENDS.values()]
     assert f"rank 1 ended first; exit status {STALLED}" in done.stderr
+
+
+def test_a_port_that_is_taken_is_named_with_its_option():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["--nproc-per-node", "1", "--master-port", str(port), "--no-python", "true"]
+        command = [sys.executable, "-m", "megatron_rl.launch", *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"listens on 127.0.0.1:{port}; set another --master-port" in done.stderr

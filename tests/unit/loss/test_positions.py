@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.config import ConfigError
 from megatron_rl.loss import LossConfig, LossInputs, Sequences
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.kl import kl_to_reference
@@ -245,7 +246,7 @@ def test_a_users_loss_is_given_its_configuration_and_one_dtype():
 def test_a_users_loss_is_loaded_before_the_run():
     check_loss(loss_of("minirl"))
     check_loss(loss_of("examples.losses.sapo:sapo"))
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         check_loss(loss_of("examples.losses.sapo:sappo"))
 
 

@@ -198,7 +198,7 @@ def test_a_recipe_is_planned_without_its_files(recipe):
         "no file was checked",
     ):
         assert words in said
-    with pytest.raises(ValueError, match="no config.json there"):
+    with pytest.raises(ValueError, match="no such folder"):
         report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
 
 
@@ -264,7 +264,7 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
             None,
             r"rollout\.python = /no/python: no such program",
         ),
-        (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
+        (["--model.path", "nowhere"], None, r"model\.path = nowhere: no such folder"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(config, overrides, world, words):

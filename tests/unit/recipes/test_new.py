@@ -16,6 +16,7 @@ from megatron_rl.models.known import HUB, KNOWN, RENDERERS
 from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
 from megatron_rl.plan.hardware import find_hardware
+from megatron_rl.plan.preflight import REWARD_ARGUMENTS
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
 from megatron_rl_tools.tiny_text import make_tokenizer
@@ -145,6 +146,17 @@ def test_a_project_of_an_agent_has_the_models_chat_format(recipe, tmp_path, caps
     }
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_comments_hold_for_the_layout_that_is_written(recipe, tmp_path):
+    """16 GPUs have another recompute in some recipes, and servers that others started."""
+    assert make(tmp_path / "p", recipe, "--gpus", "16") == 0
+    config = (tmp_path / "p/config.toml").read_text()
+    (line,) = [line for line in config.splitlines() if line.startswith("recompute = ")]
+    assert "none and selective are faster and need more memory" in line
+    assert tomllib.loads(config)["rollout"]["urls"]
+    assert "alternation" not in config and "colocated" not in config
+
+
 def test_every_known_model_has_a_checkpoint_on_the_hub():
     assert HUB.keys() == KNOWN.keys()
 
@@ -155,7 +167,7 @@ def test_the_reward_of_a_recipe_can_be_called(recipe, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(new.recipes()[recipe])
     config = tomllib.loads((new.recipes()[recipe] / "config.toml").read_text())
     if ":" in (name := config["reward"]["function"]):
-        assert problem_of(name, ("prompt", "response", "label"), ("episode",)) is None
+        assert problem_of(name, *REWARD_ARGUMENTS) is None
 
 
 def test_a_directory_of_a_model_is_used_as_it_is(tmp_path, capsys):

@@ -198,6 +198,15 @@ def test_the_same_rows_have_one_digest_in_any_file(project, tmp_path):
     assert len(digests) == 1 and len(digests.pop()) == 64
 
 
+def test_a_model_without_a_chat_template_is_refused(project, tmp_path):
+    qwen_tokenizer().save_pretrained(tmp_path / "model")
+    path = write(tmp_path / "a.jsonl", gsm8k(SUMS))
+    status, text = project()("--from", path, "--model", tmp_path / "model")
+    assert status == 1 and "nothing was written" in text
+    reason = "data.chat_template = true but the tokenizer has no chat template; set"
+    assert f"prepare.py: {tmp_path / 'model'}: {reason}" in text
+
+
 def test_long_prompts_are_left_out_with_the_models_tokenizer(project, tmp_path):
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"

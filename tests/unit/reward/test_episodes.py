@@ -7,9 +7,9 @@ import math
 import pytest
 
 from examples.rewards.shortest_correct import shortest_correct
-from megatron_rl.config import RewardConfig
+from megatron_rl.config import ConfigError, RewardConfig
 from megatron_rl.reward import Episode, EpisodeTurn
-from megatron_rl.reward.pool import RewardError, RewardPool
+from megatron_rl.reward.pool import RewardError, RewardNotLoaded, RewardPool
 
 MODULE = "tests.unit.reward.episodes"
 
@@ -108,10 +108,11 @@ def test_a_group_is_scored_together():
 )
 def test_a_function_of_other_arguments_is_refused_at_start(name, message):
     with pytest.raises(
-        RewardError, match=rf"reward.function = '{MODULE}:{name}' cannot be loaded: .*{message}"
-    ):
+        RewardNotLoaded, match=rf"reward.function = '{MODULE}:{name}' cannot be loaded: .*{message}"
+    ) as refusal:
         with pool_of(name):
             pass
+    assert isinstance(refusal.value, ConfigError), "no restart of the run helps"
 
 
 def test_the_shortest_right_answer_gets_a_bonus():

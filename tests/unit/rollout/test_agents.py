@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
-from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.config import AgentConfig, ConfigError, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.packed import RowState
 from megatron_rl.reward.pool import Rewarded
@@ -540,7 +540,7 @@ async def no_prompt(session):
     ],
 )
 def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
-    with pytest.raises(ValueError, match=f"agent.function = '{name}'.*{why}"):
+    with pytest.raises(ConfigError, match=f"agent.function = '{name}'.*{why}"):
         load_function(AgentConfig(function=name))
 
 

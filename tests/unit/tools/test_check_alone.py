@@ -374,7 +374,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named(text, message, written, alone
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     assert main([str(written), "--model", str(tmp_path)]) == 2
-    assert message.replace("\\", "") in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-rl check-rollouts: ")
+    assert message.replace("\\", "") in error
 
 
 def test_a_pt_file_without_torch_says_what_to_install(tmp_path, monkeypatch, capsys):

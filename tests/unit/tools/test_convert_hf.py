@@ -229,6 +229,28 @@ def test_a_size_of_files_that_no_file_has_is_refused(
     assert f"--file-gb: {size}: must be a number above 0" in capsys.readouterr().err
 
 
+def test_the_folder_of_a_run_is_refused_with_its_checkpoints(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    for command in (["info", str(run)], ["verify", str(hf), str(run)]):
+        with pytest.raises(SystemExit):
+            main(command)
+        assert (
+            "folder of a run, not of a checkpoint; there is no checkpoint in it"
+            in capsys.readouterr().err
+        )
+    checkpoint = run / "checkpoints/step_000002"
+    for folder in (checkpoint, run / "hf"):
+        folder.mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main(["info", str(run)])
+    choice = f"name one of {checkpoint}, {run}/hf"
+    assert f"{run}: the folder of a run, not of a checkpoint; {choice}" in capsys.readouterr().err
+
+
 def test_config_json_of_other_types_is_named(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

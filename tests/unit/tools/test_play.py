@@ -105,8 +105,14 @@ class Broken:
         (["--agent.environment", "nowhere:Board"], 2, "agent.environment = 'nowhere:Board' cannot"),
         (["--reward.function", "nowhere:reward"], 2, "megatron-rl play: reward.function"),
         (["--agent.environment", f"{__name__}:Broken"], 1, "RuntimeError: no board"),
+        (
+            # it takes three texts, and raises
+            ["--reward.function", "operator:setitem", "--reward.on_error", "raise"],
+            1,
+            "item assignment; reward.on_error = raise",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(typed, options, status, message):
     code, _, errors = typed("46\n", *options)
-    assert code == status and message in errors
+    assert (code, message in errors) == (status, True), errors

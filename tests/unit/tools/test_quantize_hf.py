@@ -181,7 +181,8 @@ def test_what_is_not_block_fp8_is_refused(blocks, tmp_path, capsys, break_it, me
 
 def test_quantising_twice_is_refused(blocks, tmp_path, capsys):
     assert main(["blocks", str(blocks), "--out", str(tmp_path / "out")]) == 2
-    assert "dequantize it first" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-rl quantize: ") and "dequantize it first" in error
 
 
 # nvidia-modelopt ----------------------------------------------------------------------------------

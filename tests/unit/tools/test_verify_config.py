@@ -51,7 +51,8 @@ def test_the_fields_of_the_model_are_those_of_the_configuration(tmp_path, capsys
         f'[model]\npath = "{tmp_path}"\n[data]\ntrain = "x"\n[megatron]\nno_such_field = 1\n'
     )
     assert main(["--model", str(toml), "--no-reference", "--device", "cpu"]) == 2
-    assert "no_such_field" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-rl verify-replay: ") and "no_such_field" in error
 
 
 @pytest.mark.parametrize(

@@ -154,5 +154,5 @@ def test_local_and_te_names_become_canonical(local: str, canonical: str) -> None
 def test_unknown_parameter_and_architecture_are_named() -> None:
     with pytest.raises(KeyError, match=r"mlp\.router\.expert_bias"):
         find_entry("decoder.layers.0.mlp.router.expert_bias", SPEC)
-    with pytest.raises(ValueError, match="LlamaForCausalLM: no weight table; known: Qwen3Moe"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: no weight table; known: .*Qwen3Moe"):
         list(entries(Spec(architecture="LlamaForCausalLM")))

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             report = check_dump(dump, model, **which)
     except (ValueError, OSError) as error:
-        print(f"check_rollouts: {error}", file=sys.stderr)
+        print(f"megatron-rl check-rollouts: {error}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json_text({"passed": report.passed, **asdict(report)}))

@@ -34,7 +34,7 @@ from megatron_rl_tools.convert.conversion import (
 )
 from megatron_rl_tools.convert.conversion_files import copied_tensors
 from megatron_rl_tools.convert.conversion_sides import HFSide, Side
-from megatron_rl_tools.convert.options import DTYPES, parse
+from megatron_rl_tools.convert.options import DTYPES, folder_problem, parse
 from megatron_rl_tools.convert.run_adapters import (
     adapters_of_run,
     describe_peft,
@@ -61,8 +61,8 @@ def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str =
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
-    if not Path(source).is_dir():
-        raise CheckpointError(f"{source}: no such directory")
+    if problem := folder_problem(Path(source)):
+        raise CheckpointError(problem)
     arguments = (
         ["hf-to-megatron", "--hf"] if is_hf(Path(source)) else ["megatron-to-hf", "--megatron"]
     )
@@ -183,8 +183,8 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
 
 
 def info(path: Path, config: Path | None) -> int:
-    """Print the kind, sizes and possible layouts of a checkpoint, or of the newest checkpoint in a
-    run's folder.
+    """Print the kind, sizes and possible layouts of a checkpoint, or of the newest one in
+    RUN/checkpoints.
     """
     if (path / LATEST).is_file():
         path = latest_checkpoint(path) or path

@@ -20,6 +20,8 @@ import argparse
 import math
 from pathlib import Path
 
+from megatron_rl.config.run_paths import RunFolder
+
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
@@ -62,9 +64,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     folders = [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")]
     for path in folders + getattr(args, "dirs", []):
-        if path is not None and not path.is_dir():
-            parser.error(f"{path}: no such directory")
+        if path is not None and (problem := folder_problem(path)):
+            parser.error(problem)
     return args
+
+
+def folder_problem(path: Path) -> str | None:
+    """Return why `path` cannot be the folder of a checkpoint; for that of a run, with the
+    checkpoints in it.
+    """
+    if not path.is_dir():
+        return f"{path}: no such directory"
+    run = RunFolder(path)
+    if not run.config.is_file():
+        return None
+    models = [run.hf] if run.hf.is_dir() else []
+    names = [str(folder) for folder in [*sorted(run.checkpoints.glob("step_*")), *models]]
+    choice = f"name one of {', '.join(names)}" if names else "there is no checkpoint in it yet"
+    return f"{path}: the folder of a run, not of a checkpoint; {choice}"
 
 
 def gigabytes(text: str) -> float:

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         commands = {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}
         return commands[args.command](args)
     except (CheckpointError, ModelError, QuantizeError, OSError) as error:
-        print(f"quantize_hf: {error}", file=sys.stderr)
+        print(f"megatron-rl quantize: {error}", file=sys.stderr)
         return 2
 
 

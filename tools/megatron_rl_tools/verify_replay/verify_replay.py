@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             proof = Proof(cfg, parallel, used, spec, fault=None if in_episode else args.fault)
         except ValueError as error:
             if is_first:
-                print(f"verify_replay: {error}", file=sys.stderr)
+                print(f"megatron-rl verify-replay: {error}", file=sys.stderr)
             if parallel is not None:
                 parallel.destroy()
             return 2
