@@ -182,7 +182,7 @@ def test_a_numeral_with_a_base_is_compared_by_digits_and_base(response, label, e
         (r"\boxed{6.02e23}", r"6.02\times10^{23}", 1),
         (r"\boxed{6.02e23}", "$6.02e23$", 1),
         (r"\boxed{6.02e23}", r"\boxed{6.02e23}", 1),
-        (r"\boxed{6.02e23 \text{ mol}}", "6.02e23 mol", 1),
+        (r"\boxed{6.02e23 \text{ mol}}", r"6.02e23 \text{ mol}", 1),
         ("so it is 1.5e3.", "1500", 1),
         ("so it is 1.5e3.", "1.5", 0),
         (r"\boxed{20}", "2e+1", 0),  # twice Euler's number and 1
