@@ -30,10 +30,11 @@ from megatron_rl.reward.sandbox.programs.plain_values import (
 )
 
 BUILTINS = frozenset(dir(builtins))
-AROUND_RESULTS = frozenset(
-    "abs all any bool dict float int isinstance len list round set sorted str tuple type"
-    " enumerate filter iter map range reversed zip".split()
-)
+AROUND_RESULTS = frozenset((
+    "abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "int", "isinstance",
+    "iter", "len", "list", "map", "range", "reversed", "round", "set", "sorted", "str", "tuple",
+    "type", "zip",
+))  # fmt: skip
 """Built-in names that tests put around a result to compare it, abs(sum(10, 15) - 6) < 1e-6, and
 those that make arguments."""
 UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
