@@ -314,6 +314,32 @@ def test_missing_api_key(demo, monkeypatch):
     assert "rollout.api_key_env" not in statuses(model.check_model_config(demo)[2])
 
 
+def test_supervised_training_is_judged_by_its_rules(demo, tmp_path, monkeypatch):
+    """Without a loss, replay mode and group size of its own, and on rows without labels."""
+    text = """
+[run]
+device = "cpu"
+num_steps = 2
+[model]
+path = ".cache/tiny_moe-0"
+dtype = "float32"
+[data]
+train = "rows.jsonl"
+[sft]
+max_row_tokens = 64
+"""
+    path = tmp_path / "sft.toml"
+    path.write_text(text)
+    checks = model.check_model_config(path)[2]
+    assert statuses(checks)["data.train"] == "FAIL"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "response": "2"}\n')
+    cfg, _, checks = model.check_model_config(path)
+    assert cfg.is_sft and {check.status for check in checks} <= {"OK", "WARN"}, checks
+    monkeypatch.setattr(doctor, "check_local_ranks", lambda _: [])
+    parts = doctor.examine_machine(doctor.parse(["--config", str(path), "--build"]))
+    assert "Reward" not in [title for title, _ in parts]
+
+
 PLAIN = (
     "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{%"
     " endfor %}"

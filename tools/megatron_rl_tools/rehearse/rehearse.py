@@ -81,7 +81,8 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
 
     Raises ValueError for what a run would refuse.
     """
-    from megatron_rl.config import load_config
+    from megatron_rl.config import load_rl_or_sft
+    from megatron_rl.config.rules.sft_rules import check_has_rollouts
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
     from megatron_rl.plan.grid import smallest_world
@@ -97,7 +98,8 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
 
     hardware = find_hardware(args.gpu)
     named = ["--model.path", str(args.model)] if args.model else []
-    cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
+    cfg = load_rl_or_sft(args.config, [*overrides, *named, "--run.device", "cuda"])
+    check_has_rollouts(cfg, "rehearse")
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
     hf_config = model_config(cfg.model.path)
     check_provider(cfg.model.provider, hf_config)
