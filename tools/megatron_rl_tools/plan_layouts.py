@@ -105,6 +105,7 @@ def memory_limit(hardware: Hardware, reserve_gib: float | None) -> float:
 def rehearse_best(layouts: list[Candidate], args: argparse.Namespace) -> int:
     """Rehearse these layouts, print which survive, and return 1 where one does not."""
     options = ["--model", args.model, "--gpus", str(args.gpus), "--gpu", args.gpu]
+    options += ["--gpu-gib", str(args.gpu_gib)] if args.gpu_gib else []
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
         for number, layout in enumerate(layouts, 1):

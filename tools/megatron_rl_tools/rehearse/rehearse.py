@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
     from megatron_rl.plan.grid import smallest_world
-    from megatron_rl.plan.hardware import find_hardware
+    from megatron_rl.plan.hardware import GIB, find_hardware
     from megatron_rl.plan.refusals import check_layout
     from megatron_rl_tools.rehearse.layout import (
         check_provider,
@@ -97,6 +97,8 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     )
 
     hardware = find_hardware(args.gpu)
+    if args.gpu_gib:
+        hardware = replace(hardware, memory=GIB * args.gpu_gib)
     named = ["--model.path", str(args.model)] if args.model else []
     cfg = load_rl_or_sft(args.config, [*overrides, *named, "--run.device", "cuda"])
     check_has_rollouts(cfg, "rehearse")
