@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.options import positive
-from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl_tools.options import gib_above_zero
+from megatron_rl_tools.options import add_gpu
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -74,13 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         metavar="X",
         help="rows of the experts of the first expert rank, as a multiple of the mean",
     )
-    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: h100")
-    add(
-        "--gpu-gib",
-        type=gib_above_zero,
-        metavar="GIB",
-        help="memory of a GPU; default: that of --gpu",
-    )
+    add_gpu(parser)
     add("--out", type=Path, default=Path("runs/rehearsal"), metavar="DIR")
     args, overrides = parser.parse_known_args(argv)
     if args.from_rollouts and (args.length or args.turns):
