@@ -48,12 +48,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         metavar="N",
         help="of each update; default: one more than the stages of the pipeline",
     )
-    add(
-        "--length",
-        type=positive,
-        metavar="TOKENS",
-        help="of the longest sequences; default, and at most: as long as the configuration allows",
-    )
+    at_most = "of the longest sequences; default, and at most: what the configuration allows"
+    add("--length", type=positive, metavar="TOKENS", help=at_most)
     add(
         "--turns",
         type=positive,
