@@ -9,7 +9,10 @@ process of its own, because the pretended GPU must be loaded before torch.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -141,6 +144,18 @@ def raises(world: Any) -> None:
         dist.all_gather_object(objects, world.rank)
 
 
+def dies(world: Any) -> None:
+    """Rank 1 is ended while it waits, as by a lack of memory; the others come later."""
+    from torch import distributed as dist
+
+    if world.rank == 1:
+        threading.Timer(0.5, os._exit, [1]).start()
+    else:
+        time.sleep(2)
+    for _ in range(2):
+        dist.all_gather_object([None] * WORLD_SIZE, world.rank)
+
+
 def crossed(world: Any) -> list[Any]:
     """Two groups of the same ranks, used in another order by rank 1; returns the events."""
     import torch
@@ -201,6 +216,7 @@ PROGRAMS: dict[str, Any] = {
     "healthy": healthy,
     "crossed": crossed,
     "raises": raises,
+    "dies": dies,
     "memory": memory,
     "values": values,
     **{kind: faulty(kind) for kind in FAULTS},

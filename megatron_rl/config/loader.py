@@ -15,8 +15,10 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron_rl.config.arguments import is_open, section_values, split_key
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
+from megatron_rl.config.loss_presets import SFT
 from megatron_rl.config.redact import Redactor
 from megatron_rl.config.renamed import SETTINGS, with_new_names
+from megatron_rl.config.rules.sft_rules import DEFAULTS
 from megatron_rl.config.schema import SECTIONS, elsewhere
 from megatron_rl.config.sections.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
 from megatron_rl.config.toml_places import key_places, located, syntax_place
@@ -62,6 +64,27 @@ def load_config(
         in_file = {name: place for name, place in places.items() if name not in replaced}
         lines = [located(message, in_file) for message in messages(error.errors())]
         raise ConfigError("\n".join(lines)) from error
+
+
+def load_rl_or_sft(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    section_overrides: Mapping[str, Mapping[str, object]] | None = None,
+) -> Config:
+    """Read a configuration of `megatron-rl train` or of `megatron-rl sft`, with the defaults of
+    its command: that of sft with a section [sft] or loss.name = sft.
+
+    Arguments and errors as of `load_config`.
+    """
+    tables = [
+        {} if path is None else parse_toml(Path(path), read_text(Path(path))),
+        section_overrides or {},
+        section_values(overrides),
+    ]
+    names = [table["loss"]["name"] for table in tables if "name" in table.get("loss", {})]
+    is_sft = names[-1] == SFT if names else any("sft" in table for table in tables)
+    defaults = DEFAULTS if is_sft else None
+    return load_config(path, overrides, section_overrides, defaults=defaults)
 
 
 def merged(

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Config, ModelConfig, dump_config, load_config
-from megatron_rl.config.rules.sft_rules import check_is_rl
+from megatron_rl.config import Config, ModelConfig, dump_config, load_rl_or_sft
+from megatron_rl.config.rules.sft_rules import check_has_rollouts
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import KNOWN, find_spec, is_known
@@ -48,8 +48,8 @@ def print_report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """
     has_servers = arguments.from_rollouts is None
     try:
-        cfg = load_config(arguments.config, overrides)
-        check_is_rl(cfg)
+        cfg = load_rl_or_sft(arguments.config, overrides)
+        check_has_rollouts(cfg, "dry-run")
         if not has_servers:
             check_config(arguments.from_rollouts, cfg)
         hardware = find_hardware(arguments.gpu) if arguments.gpu else None

@@ -258,14 +258,23 @@ def route_bytes(spec: ModelSpec, cfg: Config, ids: float, mini_batches: int) -> 
     The rollouts' ids are those of one mini-batch.  R2 records the ids of all mini-batches before
     the first update; so does loss.router_shift, with a float32 for every id.
     """
-    size = 0.0
-    if cfg.replay.mode == "R2":
-        size = ids * mini_batches * id_bytes(spec)
-    elif cfg.needs_routes:
-        size = ids * id_bytes(spec)
-    if cfg.loss.switches.router_shift:
-        size += ids * mini_batches * (id_bytes(spec) + 4)
-    return int(size)
+    of_rollouts = cfg.needs_routes and cfg.replay.mode != "R2"
+    return int(of_rollouts * ids * id_bytes(spec)) + recorded_bytes(spec, cfg, ids, mini_batches)
+
+
+def recorded_bytes(spec: ModelSpec, cfg: Config, ids: float, mini_batches: int) -> int:
+    """Return the bytes of what the old-logprob pass records on a device for all updates, and
+    so of what is there during Adam's update, too; arguments as of `route_bytes`.
+    """
+    sizes = (cfg.replay.mode == "R2") * id_bytes(spec)
+    sizes += cfg.loss.switches.router_shift * (id_bytes(spec) + 4)
+    return int(ids * mini_batches * sizes)
+
+
+def device_recorded_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """Return the largest size of `recorded_bytes` on one rank of this pipeline stage."""
+    ids = device_route_ids(spec, cfg, world_size, pp_rank)
+    return recorded_bytes(spec, cfg, ids, cfg.run.num_mini_batches)
 
 
 def device_route_ids(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> float:

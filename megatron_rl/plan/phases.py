@@ -92,8 +92,15 @@ def phases(
 
 
 def update_copies(spec: ModelSpec, cfg: Config, world: int) -> int:
-    """Return the most bytes of float32 copies that Adam makes on a device in an update."""
-    return max(memory.update_bytes(spec, cfg, world, pp) for pp in range(cfg.parallel.pp))
+    """Return the most bytes of float32 copies that Adam makes on a device in an update, with
+    what the old-logprob pass recorded there; 0 without copies.
+    """
+    largest = 0
+    for pp in range(cfg.parallel.pp):
+        if copies := memory.update_bytes(spec, cfg, world, pp):
+            copies += memory.device_recorded_bytes(spec, cfg, world, pp)
+        largest = max(largest, copies)
+    return largest
 
 
 def fullest(spec: ModelSpec, cfg: Config, world: int, assumed: Assumptions) -> Memory:

@@ -61,28 +61,45 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     Raises ValueError with one line for every problem that the start of a run would refuse.
     """
     problems = [
-        *prompt_problems(cfg),
+        *(missing_rows(cfg) if cfg.is_sft else rollout_problems(cfg, spec)),
         *tokenizer_problems(cfg),
         *weight_problems(cfg.model.path),
-        *function_problems(cfg),
-        *sandbox_problems(cfg),
-        *server_problems(cfg, spec.vocab_size),
         *tracker_problems(cfg),
         *resume_problems(cfg),
-        *length_problems(cfg, spec),
-        *port_problems(cfg),
     ]
     if not is_plan_only(cfg.model.path):
         problems += disk_problems(cfg, spec)
     if not problems:
         problems += renderer_problems(cfg)  # takes seconds, and a tokenizer without problems
     try:
-        not_checked = check_parsed_server_args(cfg)
+        not_checked = [] if cfg.is_sft else check_parsed_server_args(cfg)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
     return [*notes(cfg), *not_checked]
+
+
+def rollout_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
+    """Yield problems of prompts, rewards and servers, which supervised training does not have."""
+    yield from prompt_problems(cfg)
+    yield from function_problems(cfg)
+    yield from sandbox_problems(cfg)
+    yield from server_problems(cfg, spec.vocab_size)
+    yield from length_problems(cfg, spec)
+    yield from port_problems(cfg)
+
+
+def missing_rows(cfg: Config) -> Iterator[str]:
+    """Yield files and folders with rows of supervised training that are missing."""
+    places = {
+        f"data.train.{name}".rstrip("."): file for name, file in train_files(cfg.data).items()
+    }
+    places |= {f"eval.sets.{name}": eval_file(cfg, name) for name in cfg.eval.sets}
+    for key, (path, _, _) in places.items():
+        if not path.exists():
+            where = f"paths are relative to {Path.cwd()}"
+            yield f"no such file: {key} = {path}: {where}; name a .jsonl or .parquet file, or a run"
 
 
 def is_plan_only(path: Path) -> bool:
@@ -110,6 +127,9 @@ def notes(cfg: Config) -> Iterator[str]:
                 f"{section}.api_key_env = {key}: that environment variable is unset or empty here;"
                 " a run is refused without it"
             )
+    if cfg.is_sft:
+        yield "rows of data.train and eval.sets: the run reads them and refuses broken ones"
+        return
     yield (
         f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is"
         " known only in the run"

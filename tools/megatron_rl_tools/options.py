@@ -54,15 +54,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     add = parser.add_argument
     add("--gpus", type=positive, required=True, metavar="N", help="GPUs that train")
     add("--model", required=True, help="checkpoint directory, or a name as above")
-    add(
-        "--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s"
-    )
-    add(
-        "--gpu-gib",
-        type=gib_above_zero,
-        metavar="GIB",
-        help="memory of a GPU; default: that of --gpu",
-    )
+    add_gpu(parser)
     add(
         "--reserve-gib",
         type=gib,
@@ -97,6 +89,18 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="rehearse the five fastest layouts, with two layers (minutes)",
     )
     return parser.parse_known_args(argv)
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which GPUs are planned for."""
+    names = f"{', '.join(HARDWARE)}; default: %(default)s"
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help=names)
+    parser.add_argument(
+        "--gpu-gib",
+        type=gib_above_zero,
+        metavar="GIB",
+        help="memory of a GPU; default: that of --gpu",
+    )
 
 
 def gib(text: str) -> float:

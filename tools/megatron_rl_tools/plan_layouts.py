@@ -15,7 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Config, dump_config, load_config
+from megatron_rl.config import Config, dump_config, load_rl_or_sft
+from megatron_rl.config.rules.sft_rules import check_has_rollouts
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
@@ -104,6 +105,7 @@ def memory_limit(hardware: Hardware, reserve_gib: float | None) -> float:
 def rehearse_best(layouts: list[Candidate], args: argparse.Namespace) -> int:
     """Rehearse these layouts, print which survive, and return 1 where one does not."""
     options = ["--model", args.model, "--gpus", str(args.gpus), "--gpu", args.gpu]
+    options += ["--gpu-gib", str(args.gpu_gib)] if args.gpu_gib else []
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
         for number, layout in enumerate(layouts, 1):
@@ -117,7 +119,9 @@ def rehearse_best(layouts: list[Candidate], args: argparse.Namespace) -> int:
 def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:
     sections = {} if args.config else {name: dict(values) for name, values in PAPER_STEP.items()}
     sections.setdefault("model", {})["path"] = str(args.model)
-    return load_config(args.config, overrides, sections)
+    cfg = load_rl_or_sft(args.config, overrides, sections)
+    check_has_rollouts(cfg, "plan")
+    return cfg
 
 
 def layout_table(layouts: list[Candidate], gpus: int) -> Table:

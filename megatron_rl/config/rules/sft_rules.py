@@ -84,6 +84,17 @@ def check_is_rl(cfg: AllSections) -> None:
         raise ConfigError("loss.name = sft: RL needs another loss; for SFT run megatron-rl sft")
 
 
+def check_has_rollouts(cfg: AllSections, command: str) -> None:
+    """Raise ConfigError for supervised training, whose steps `command` does not compute."""
+    if cfg.is_sft:
+        raise ConfigError(
+            f"loss.name = sft: megatron-rl {command} computes steps of RL, with rollouts and an"
+            " old-logprob pass; for the memory of this model and layout remove [sft] and loss.name"
+            " from a copy, and set data.max_prompt_tokens + rollout.max_response_tokens to"
+            " sft.max_row_tokens; to train, run megatron-rl sft"
+        )
+
+
 def check_is_sft(cfg: AllSections) -> None:
     """Raise ConfigError for anything but supervised training."""
     if not cfg.is_sft:

@@ -1,11 +1,13 @@
 """Settings of supervised training: defaults, and what is refused by name."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from megatron_rl import sft, train
-from megatron_rl.config import ConfigError, dump_config, load_config
+from megatron_rl.config import ConfigError, dump_config, load_config, load_rl_or_sft
 from megatron_rl.config.rules.sft_rules import DEFAULTS, NEEDED
 from megatron_rl.plan import dry_run
 
@@ -78,6 +80,31 @@ def test_settings_of_sft_are_refused_in_rl():
         ConfigError, match=r"sft.epochs = 2.0 has no effect with loss.name = minirl"
     ):
         load_config(None, [], BASE | {"sft": {"epochs": 2.0}})
+
+
+@pytest.mark.parametrize("command", ["dry-run", "plan", "rehearse"])
+def test_commands_that_compute_steps_of_rl_refuse_sft_by_its_name(tmp_path, command):
+    """Not by rules of RL, of which a file of megatron-rl sft breaks several."""
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\ntrain = "x"\n[model]\npath = "qwen3-30b-a3b"\n[sft]\nepochs = 1.0\n')
+    options = ["--model", "qwen3-30b-a3b"] * (command == "plan")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "megatron_rl.cli", command, "--config", path, "--gpus", "8",
+            *options,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"loss.name = sft: megatron-rl {command} computes steps of RL" in done.stderr
+
+
+def test_a_loss_by_name_decides_before_a_section(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\ntrain = "x"\n[model]\npath = "x"\n[loss]\nname = "sft"\n')
+    assert load_rl_or_sft(path).is_sft
+    assert not load_rl_or_sft(path, ["--loss.name", "grpo"]).is_sft
+    assert load_rl_or_sft(None, ["--data.train=x", "--model.path=x", "--sft.epochs=2"]).is_sft
 
 
 def test_each_command_refuses_the_other_ones_loss(tmp_path, capsys):

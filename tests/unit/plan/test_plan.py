@@ -24,7 +24,7 @@ from megatron_rl.plan import grid, memory
 from megatron_rl.plan.activations import head_bytes
 from megatron_rl.plan.dry_run import model_spec, report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
-from megatron_rl.plan.phases import phases
+from megatron_rl.plan.phases import phases, update_copies
 from megatron_rl.plan.search import Search
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.weights.hf.entries import entries, shard_shape
@@ -338,6 +338,24 @@ def test_r2_keeps_the_recorded_ids_of_all_mini_batches_of_a_step(config):
     # a mini-batch has a quarter of the step's rows
     assert planned("R3", 4) * 4 == planned("R3", 1)
     assert planned("R2", 4) == planned("R2", 1) == planned("R3", 1) > 0
+
+
+def test_what_was_recorded_stays_during_the_update_of_adam(config):
+    """Beside float32 copies, which Adam makes of states in 16 bits."""
+    aware = (
+        "--model.layer_spec", "transformer_engine", "--model.dtype", "bfloat16",
+        "--megatron.use_precision_aware_optimizer", "true",
+        "--megatron.exp_avg_dtype", "bfloat16", "--megatron.exp_avg_sq_dtype", "bfloat16",
+    )  # fmt: skip
+
+    def planned(*overrides):
+        cfg = config(*overrides)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return update_copies(spec, cfg, 4), memory.rank_memory(spec, cfg, 4, 0).routes
+
+    (plain, _), (with_r2, routes) = planned(*aware), planned(*aware, "--replay.mode", "R2")
+    assert with_r2 == plain + routes > plain > 0
+    assert planned("--replay.mode", "R2")[0] == 0
 
 
 @pytest.mark.parametrize(

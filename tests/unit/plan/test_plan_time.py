@@ -28,8 +28,11 @@ from megatron_rl.plan.server_time import (
     propose_servers,
 )
 from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl_tools import plan_layouts
 from megatron_rl_tools.plan_layouts import PAPER_STEP
 from megatron_rl_tools.plan_layouts import main as plan
+from megatron_rl_tools.rehearse.options import parse
+from megatron_rl_tools.rehearse.rehearse import prepare
 
 ROOT = Path(__file__).parents[3]
 H100 = HARDWARE["h100"]
@@ -493,3 +496,21 @@ def test_the_layout_guide_shows_what_the_planner_prints(command, printed, capsys
             re.sub(r"\d+ layouts fit", "layouts fit", text) for text in (found[0], printed)
         )
     assert found == printed.splitlines()
+
+
+def test_the_memory_of_a_plan_is_that_of_its_rehearsals(monkeypatch, tmp_path):
+    options = []
+
+    def rehearse(configs, passed, out):
+        options.extend(passed)
+        return []
+
+    monkeypatch.setattr(plan_layouts, "rehearse_all", rehearse)
+    model = "qwen3-30b-a3b"
+    assert plan(["--gpus", "64", "--model", model, "--gpu-gib", "120", "--rehearse"]) == 0
+    config = tmp_path / "config.toml"
+    config.write_text('[data]\ntrain = "x"\n[model]\npath = "x"\n[run]\nprompts_per_step = 64\n')
+    args, _ = parse(["--config", str(config), *options])
+    job = prepare(args, [], tmp_path)
+    assert job.hardware.memory == 120 * 2**30 != HARDWARE["h100"].memory
+    assert job.hardware.name == HARDWARE["h100"].name

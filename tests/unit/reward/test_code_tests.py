@@ -167,6 +167,26 @@ SOLUTIONS = {
         "def pow(a, b): return abs(a - b)",
         ["def check(candidate):\n    assert abs(candidate(1, 3) - 2) < 1e-6\ncheck(pow)"],
     ),
+    "a built-in name within another": (
+        "def sum(a, b): return a - b",
+        ["assert abs(sum(10, 15) + 5) < 1e-6", "assert isinstance(sum(1, 1), int)"],
+    ),
+    "a built-in name that others make arguments for": (
+        "def sorted(values): return 7",
+        ["assert sorted(range(3)) == 7", "assert sorted(list([2])) == 7"],
+    ),
+    "a name of a module": (
+        "class Queue:\n"
+        "    def __init__(self): self.entries = []\n"
+        "    def put(self, entry): self.entries.append(entry)\n"
+        "    def size(self): return len(self.entries)\n"
+        "queue = Queue()\nwinreg = queue",
+        [
+            "queue.put(1)\nassert queue.size() == 1",
+            "import math\nassert math.isclose(queue.size(), 1)",
+            "assert winreg.size() == 1",
+        ],
+    ),
     "built-in names around the code": (
         "def f(x): return x",
         ["assert sorted(f([2, 1])) == [1, 2]", "assert len([1]) == 1"],

@@ -153,3 +153,63 @@ def test_the_last_of_several_boxes_is_the_final_answer_unless_the_label_is_a_lis
     response, label, expected
 ):
     assert score("", response, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{1010_2}", "1010_2", 1),
+        (r"\boxed{1010}", "1010_2", 1),  # the question names the base
+        (r"\boxed{1010_3}", "1010_{2}", 0),
+        (r"\boxed{10}", "1010_2", 0),
+        (r"so it is $2516_{7}$", "$2516_8$", 0),
+        (r"\boxed{\text{FF}_{16}}", "FF_{16}", 1),
+        (r"\boxed{FF_{8}}", "FF_{16}", 0),
+        (r"\boxed{4A1_{12}}", "1A4_{12}", 0),  # for math-verify the product a 1 4
+        (r"\boxed{x=1010_2}", "1010_2", 1),
+        (r"\boxed{x_2}", "x_1", 0),
+    ],
+)
+def test_a_numeral_with_a_base_is_compared_by_digits_and_base(response, label, expected):
+    assert score("", response, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{6.02\times10^{23}}", "6.02e23", 1),
+        (r"\boxed{602000000000000000000000}", "6.02e23", 1),
+        (r"\boxed{6.02e23}", r"6.02\times10^{23}", 1),
+        (r"\boxed{6.02e23}", "$6.02e23$", 1),
+        (r"\boxed{6.02e23}", r"\boxed{6.02e23}", 1),
+        (r"\boxed{6.02e23 \text{ mol}}", r"6.02e23 \text{ mol}", 1),
+        ("so it is 1.5e3.", "1500", 1),
+        ("so it is 1.5e3.", "1.5", 0),
+        (r"\boxed{20}", "2e+1", 0),  # twice Euler's number and 1
+        (r"\boxed{(1e-8,1)}", "(1e-9,1)", 0),
+    ],
+)
+def test_a_number_with_an_exponent_is_read_in_a_formula_and_in_a_text(response, label, expected):
+    assert score("", response, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("x={}", "x={}"),
+        ("x={}", "{}"),
+        ("{}", "x={}"),
+        ("x<{}", "x<{}"),
+        ("{},5", "5,{}"),
+        (r"\{{{},1\}}", r"\{{1,{}\}}"),
+        ("[0,{}]", "[0,{}]"),
+        ("({},1)", "({},1)"),
+        ("m={}, n=1", "n=1, m={}"),
+        (r"\begin{{pmatrix}}{}\\1\end{{pmatrix}}", r"\begin{{pmatrix}}{}\\1\end{{pmatrix}}"),
+    ],
+)
+def test_small_numbers_in_equations_lists_and_sets_are_compared_in_six_digits(label, answer):
+    first, second = r"1.67\times10^{-27}", r"1\times10^{-27}"
+    box = r"\boxed{" + answer.format(first) + "}"
+    assert score("", box, label.format(first)) == 1
+    assert score("", box, label.format(second)) == 0

@@ -33,6 +33,7 @@ from megatron_rl_tools.doctor import check_ranks as ranks
 from megatron_rl_tools.doctor import check_servers as servers
 from megatron_rl_tools.doctor import check_storage as storage
 from megatron_rl_tools.doctor import doctor
+from megatron_rl_tools.doctor import memory_limits as limits
 from megatron_rl_tools.doctor.check import GIB, Check
 from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.plain_checkpoint import MOE, checkpoint
@@ -135,6 +136,42 @@ def test_shared_memory(monkeypatch, total, free, status):
         machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free)
     )
     assert only([machine.check_shared_memory()]).status == status
+
+
+@pytest.mark.parametrize(
+    ("member", "groups", "shown"),
+    [
+        ("0::/", {"": ("5368709120", "2147483648")}, "4.0 GiB free of 5.0, a limit"),
+        (
+            "0::/a/b",
+            {"a": ("4294967296", "1073741824"), "a/b": ("max", "0")},
+            "4.0 GiB free of 4.0, a",
+        ),
+        ("0::/elsewhere", {"": ("max", "1")}, None),
+        (
+            "9:cpu,memory:/docker/x",
+            {"memory": (str(2 << 30), str(1 << 30))},
+            "2.0 GiB free of 2.0, a",
+        ),
+        ("9:memory:/x", {"memory/x": (str((1 << 63) - 4096), str(1 << 30))}, None),
+        ("9:cpu:/x", {"x": ("4096", "0")}, None),
+    ],
+)
+def test_the_memory_of_a_container_is_its_limit(monkeypatch, tmp_path, member, groups, shown):
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "member")
+    memory = SimpleNamespace(available=100 << 30, total=200 << 30)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+    (tmp_path / "member").write_text(f"{member}\n")
+    for group, values in groups.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        files = limits.FILES["memory" if "memory" in group else ""]
+        (tmp_path / group / "memory.stat").write_text("anon 7\ninactive_file 1073741824\n")
+        for name, value in zip(files, values, strict=True):
+            (tmp_path / group / name).write_text(f"{value}\n")
+    check = machine.check_memory()
+    assert check.found.startswith(shown or "100.0 GiB free of 200.0")
+    assert check.status == ("WARN" if shown else "OK")
 
 
 @pytest.mark.parametrize(
@@ -275,6 +312,32 @@ def test_missing_api_key(demo, monkeypatch):
     assert statuses(model.check_model_config(demo)[2])["rollout.api_key_env"] == "FAIL"
     monkeypatch.setenv("DOCTOR_TEST_KEY", "secret")
     assert "rollout.api_key_env" not in statuses(model.check_model_config(demo)[2])
+
+
+def test_supervised_training_is_judged_by_its_rules(demo, tmp_path, monkeypatch):
+    """Without a loss, replay mode and group size of its own, and on rows without labels."""
+    text = """
+[run]
+device = "cpu"
+num_steps = 2
+[model]
+path = ".cache/tiny_moe-0"
+dtype = "float32"
+[data]
+train = "rows.jsonl"
+[sft]
+max_row_tokens = 64
+"""
+    path = tmp_path / "sft.toml"
+    path.write_text(text)
+    checks = model.check_model_config(path)[2]
+    assert statuses(checks)["data.train"] == "FAIL"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "response": "2"}\n')
+    cfg, _, checks = model.check_model_config(path)
+    assert cfg.is_sft and {check.status for check in checks} <= {"OK", "WARN"}, checks
+    monkeypatch.setattr(doctor, "check_local_ranks", lambda _: [])
+    parts = doctor.examine_machine(doctor.parse(["--config", str(path), "--build"]))
+    assert "Reward" not in [title for title, _ in parts]
 
 
 PLAIN = (

@@ -17,7 +17,10 @@ def report(rank=0, ids=0, syncs=(), copies=(), **peaks):
         for phase, peak in phases.items()
     }
     record = {"memory": memory, "syncs": syncs, "copies": copies}
-    planned = {"total": 16 * GIB, "in Adam": 9 * GIB, "ids not rehearsed": ids * GIB}
+    planned = {
+        "total": 16 * GIB, "in Adam": 9 * GIB,
+        "ids not rehearsed": ids * GIB, "recorded, not rehearsed": ids // 2 * GIB,
+    }  # fmt: skip
     return RankReport(rank, planned=planned, record=record)
 
 
@@ -52,6 +55,11 @@ def test_expert_ids_of_the_other_micro_batches_count():
     assert findings.memory == [[0, GRADIENT, 16 * GIB, 16 * GIB, 0.0]]
     assert [size for _, size in findings.lines] == [10 * GIB, 6 * GIB]
     assert "79" in judged(report(ids=71)).errors[0]
+
+
+def test_what_the_old_logprob_pass_recorded_counts_in_the_update_of_adam():
+    findings = judged(report(ids=4, **{"optimizer, second": 20}))
+    assert findings.memory[0][1:4] == ["optimizer, second", 22 * GIB, 9 * GIB]
 
 
 def test_waits_and_copies_are_those_of_the_rank_with_most():

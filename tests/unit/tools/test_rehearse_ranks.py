@@ -67,6 +67,10 @@ def test_an_error_of_one_rank_is_reported_not_that_others_wait_for_it():
     assert rehearsed("raises", 0, 1) == {"0": None, "1": error}
 
 
+def test_a_rank_that_dies_is_reported_not_that_it_or_others_wait():
+    assert rehearsed("dies", 0, 1) == {"1": None}
+
+
 def test_collectives_in_another_order_are_a_deadlock():
     results = rehearsed("crossed")
     events = {int(rank): result for rank, result in results.items()}

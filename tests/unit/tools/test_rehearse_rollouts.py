@@ -34,7 +34,9 @@ def test_they_are_as_long_as_the_configuration_allows(material):
     for cap, lengths in cases.items():
         cfg, _ = config(material, *sizes, "--run.max_tokens_per_micro_batch", cap)
         assert sequence_lengths(cfg, 2, None) == 2 * lengths
-    assert sequence_lengths(cfg, 2, 33_000) == [33_000] * 2
+    assert sequence_lengths(cfg, 2, 300) == [300] * 2
+    with pytest.raises(ValueError, match="--length 401: must be at most 400, data.max_prompt"):
+        sequence_lengths(cfg, 2, 401)
 
 
 def test_turns_kept_sets_and_versions(material):

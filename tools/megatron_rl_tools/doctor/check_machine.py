@@ -18,6 +18,7 @@ import psutil
 
 from megatron_rl.config.versions import STACKS
 from megatron_rl_tools.doctor.check import GIB, Check, fail_if, warn_if
+from megatron_rl_tools.doctor.memory_limits import smallest_limit
 
 LEAST_MEMORY_GIB = 6.0
 """Memory of the demo: two ranks and three server processes."""
@@ -50,10 +51,20 @@ def check_platform() -> list[Check]:
 
 
 def check_memory() -> Check:
+    """Check the free memory: that of the machine, or of the process's control group where that
+    allows less.
+    """
     memory = psutil.virtual_memory()
-    result = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
+    free, total, where = memory.available, memory.total, ""
+    limit = smallest_limit()
+    if limit is not None and limit[0] < total:  # version 1 writes "no limit" as a huge number
+        (total, left), where = limit, f", a limit of the container; the machine: {total / GIB:.1f}"
+        free = max(0, min(free, left))
+    result = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}{where}"
     remedy = f"the demo needs about {LEAST_MEMORY_GIB:g} GiB: stop other programs first"
-    return warn_if(memory.available < LEAST_MEMORY_GIB * GIB, "memory", result, remedy)
+    if where:
+        remedy += ", or raise the limit (docker run --memory)"
+    return warn_if(free < LEAST_MEMORY_GIB * GIB, "memory", result, remedy)
 
 
 def check_shared_memory() -> Check:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import Config, ConfigError, RewardConfig, load_config
+from megatron_rl.config import Config, ConfigError, RewardConfig, load_rl_or_sft
 from megatron_rl.data.prompt_files import train_files
 from megatron_rl.data.rows import BrokenRow, parse_rows
 from megatron_rl.launch.allocator import GROWING, VARIABLES, allocator_line
@@ -39,7 +39,7 @@ VERIFIED = (
 def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Check]]:
     """Check that `path` parses, that its files exist, and that its ports and keys are available."""
     try:
-        cfg = load_config(path, [])
+        cfg = load_rl_or_sft(path, [])
     except ConfigError as error:
         return None, None, [Check("FAIL", "parse", "refused", str(error))]
     fewest = smallest_world(cfg.parallel)
@@ -55,18 +55,18 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
                 remedy = "copy the rest of the checkpoint there"
                 checks.append(Check("WARN", "model.path", note, remedy))
         checks.append(Check("OK", "files", "prompts, weights, functions and folders exist"))
-        if needs_sandbox(cfg.reward.function):
+        if not cfg.is_sft and needs_sandbox(cfg.reward.function):
             checks.append(Check("OK", "sandbox", f"{find_box().mechanism}: its walls hold"))
     except ModelError as error:
         remedy = "set it to an HF checkpoint directory of a supported model"
         checks.append(Check("FAIL", "model.path", str(error), remedy))
     except ValueError as error:
         checks += [failed_check(problem) for problem in str(error).splitlines()]
-    if cfg.rollout.port and not cfg.rollout.urls:
+    if cfg.rollout.port and not cfg.rollout.urls and not cfg.is_sft:
         checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
     if cfg.run.device != "cpu":
         checks.append(check_allocator(cfg))
-    key = cfg.rollout.api_key_env
+    key = None if cfg.is_sft else cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
         result = f"{key} is unset or empty"
         checks.append(Check("FAIL", "rollout.api_key_env", result, f"export {key}=..."))
@@ -83,7 +83,7 @@ def failed_check(problem: str) -> Check:
 
 def check_allocator(cfg: Config) -> Check:
     """Say how torch allocates GPU memory in ranks; warn of growing segments that servers map."""
-    line = allocator_line(cfg, os.environ, has_servers=True)
+    line = allocator_line(cfg, os.environ, has_servers=not cfg.is_sft)
     is_growing = any(GROWING in os.environ.get(name, "") for name in VARIABLES)
     remedy = "untested with rollout.weight_sync = colocated, which shares memory: unset it"
     is_shared = cfg.rollout.weight_sync == "colocated"

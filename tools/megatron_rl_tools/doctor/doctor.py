@@ -83,11 +83,13 @@ def examine_machine(arguments: argparse.Namespace) -> Sections:
     folder = cfg.run_dir if cfg else Path("runs")
     yield "Disk", check_disk(folder, needed, why, measure=not arguments.quick)
     if not arguments.quick:
-        yield "Reward", [check_reward(cfg)]
+        if cfg is None or not cfg.is_sft:
+            yield "Reward", [check_reward(cfg)]
         yield "Ranks (two, on this machine)", check_local_ranks(arguments.deadline)
     key_name = arguments.api_key_env or (cfg.rollout.api_key_env if cfg else None)
     needs_routes = cfg is None or cfg.needs_routes
-    for url in dict.fromkeys([*arguments.url, *(cfg.rollout.urls if cfg else ())]):
+    urls = cfg.rollout.urls if cfg and not cfg.is_sft else ()
+    for url in dict.fromkeys([*arguments.url, *urls]):
         yield f"Server {url}", check_url(url, key_name, needs_routes=needs_routes)
 
 

@@ -179,7 +179,11 @@ def add_memory(
 
 def ids_not_rehearsed(report: RankReport, phase: str) -> int:
     """Return the bytes of expert ids that a run has beside those of the rehearsed micro-batches."""
-    return report.planned["ids not rehearsed"] if phase == f"gradient, {STEADY}" else 0
+    kinds = {
+        f"gradient, {STEADY}": "ids not rehearsed",
+        f"optimizer, {STEADY}": "recorded, not rehearsed",
+    }
+    return report.planned[kinds[phase]] if phase in kinds else 0
 
 
 def not_judged(cfg: Config) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.options import positive
-from megatron_rl.plan.hardware import HARDWARE
+from megatron_rl_tools.options import add_gpu
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -48,7 +48,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         metavar="N",
         help="of each update; default: one more than the stages of the pipeline",
     )
-    add("--length", type=positive, metavar="TOKENS", help="of the longest sequences")
+    at_most = "of the longest sequences; default, and at most: what the configuration allows"
+    add("--length", type=positive, metavar="TOKENS", help=at_most)
     add(
         "--turns",
         type=positive,
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         metavar="X",
         help="rows of the experts of the first expert rank, as a multiple of the mean",
     )
-    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: h100")
+    add_gpu(parser)
     add("--out", type=Path, default=Path("runs/rehearsal"), metavar="DIR")
     args, overrides = parser.parse_known_args(argv)
     if args.from_rollouts and (args.length or args.turns):

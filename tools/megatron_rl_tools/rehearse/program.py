@@ -29,8 +29,10 @@ from megatron_rl.plan.grid import place
 from megatron_rl.plan.memory import (
     WORKSPACE,
     checkpoint_bytes_of_rank,
+    device_recorded_bytes,
     device_route_bytes,
     rank_memory,
+    recorded_bytes,
     route_bytes,
     route_ids,
     update_bytes,
@@ -61,7 +63,8 @@ class RankReport:
     """Phase -> seconds of this process, which say nothing about a GPU."""
     planned: dict[str, int] = field(default_factory=dict)
     """Bytes of the plan (plan/memory.py) by kind; "in Adam": at the peak of the optimizer; "ids not
-    rehearsed": expert ids of the step's other micro-batches, which are part of "routes"."""
+    rehearsed": expert ids of the step's other micro-batches, which are part of "routes"; "recorded,
+    not rehearsed": those of them that stay during the update of Adam."""
     num_parameters: int = 0
     lengths: list[int] = field(default_factory=list)
     """Tokens of each sequence of an update, on one replica."""
@@ -145,15 +148,18 @@ class Program:
         report.tokens = [part.num_tokens for part in batch.micro_batches]
         where = (engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
         planned = rank_memory(*where)
+        recorded = device_recorded_bytes(*where)
         in_adam = planned.weights + planned.gradients + planned.optimizer + update_bytes(*where)
         ids = route_ids(engine.spec, engine.cfg, engine.parallel.pp_rank, sum(report.tokens))
         ids_here = route_bytes(engine.spec, engine.cfg, ids, 1)
+        recorded_here = recorded_bytes(engine.spec, engine.cfg, ids, 1)
         report.planned = {
             **dataclasses.asdict(planned),
             "total": planned.total,
-            "in Adam": in_adam + WORKSPACE * wants_te(engine.cfg),
+            "in Adam": in_adam + recorded + WORKSPACE * wants_te(engine.cfg),
             "checkpoint": checkpoint_bytes_of_rank(*where),
             "ids not rehearsed": max(0, device_route_bytes(*where) - ids_here),
+            "recorded, not rehearsed": max(0, recorded - recorded_here),
         }
         report.num_parameters = sum(
             parameter.numel() for model in engine.models for parameter in model.parameters()

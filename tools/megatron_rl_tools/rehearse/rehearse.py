@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,12 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
 
     Raises ValueError for what a run would refuse.
     """
-    from megatron_rl.config import load_config
+    from megatron_rl.config import load_rl_or_sft
+    from megatron_rl.config.rules.sft_rules import check_has_rollouts
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
     from megatron_rl.plan.grid import smallest_world
-    from megatron_rl.plan.hardware import find_hardware
+    from megatron_rl.plan.hardware import GIB, find_hardware
     from megatron_rl.plan.refusals import check_layout
     from megatron_rl_tools.rehearse.layout import (
         check_provider,
@@ -96,8 +97,11 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     )
 
     hardware = find_hardware(args.gpu)
+    if args.gpu_gib:
+        hardware = replace(hardware, memory=GIB * args.gpu_gib)
     named = ["--model.path", str(args.model)] if args.model else []
-    cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
+    cfg = load_rl_or_sft(args.config, [*overrides, *named, "--run.device", "cuda"])
+    check_has_rollouts(cfg, "rehearse")
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
     hf_config = model_config(cfg.model.path)
     check_provider(cfg.model.provider, hf_config)

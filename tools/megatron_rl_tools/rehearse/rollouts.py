@@ -34,9 +34,16 @@ def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> li
 
     The first sequence of each is the longest that the configuration allows (or `longest`, in
     tokens).  More of them, the last one shorter, fill the rest of the micro-batch, as far as it has
-    room for 64 tokens.
+    room for 64 tokens.  Raises ValueError for `longest` above what the configuration allows: the
+    memory of the plan, which is compared, is that of the configuration.
     """
     first = longest or cfg.longest_sequence
+    if first > cfg.longest_sequence:
+        raise ValueError(
+            f"--length {first}: must be at most {cfg.longest_sequence}, data.max_prompt_tokens +"
+            " rollout.max_response_tokens, for which memory is planned; raise these, or lower"
+            " --length"
+        )
     lengths = [first]
     room_left = cfg.run.max_tokens_per_micro_batch - first
     while room_left >= 64:

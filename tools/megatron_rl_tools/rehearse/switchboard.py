@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -52,7 +53,8 @@ class Switchboard:
     """Rank -> what its program returned; None where its process died."""
 
     def serve(self) -> dict[int, Any]:
-        """Answer until every rank has ended, or waits for one that failed; return rank -> result.
+        """Answer until every rank has ended, or waits for one that failed or died; return rank ->
+        result.
 
         Raises Disagreement for the first calls that do not fit, and where no rank can continue.
         """
@@ -63,7 +65,7 @@ class Switchboard:
                 rank = ranks[id(pipe)]
                 try:
                     message = self.pipes[rank].recv()
-                except EOFError:
+                except (EOFError, OSError):  # OSError: within a message
                     message = ("result", None)
                 if isinstance(message, Call):
                     self._take(message)
@@ -72,6 +74,7 @@ class Switchboard:
                         self.waits_in[rank] = call
                 else:
                     self.results[rank] = message[1]
+                    self.waits_in.pop(rank, None)  # a process that died while it waited
                     del running[rank]
             if running and all(rank in self.waits_in for rank in running):
                 if self._has_failed():
@@ -83,8 +86,8 @@ class Switchboard:
         return self.results
 
     def _has_failed(self) -> bool:
-        """Return whether a rank's error is why it did not make the calls of others."""
-        return any(isinstance(result, RankFailed) for result in self.results.values())
+        """Return whether a rank's error or death is why it did not make the calls of others."""
+        return any(isinstance(result, RankFailed | None) for result in self.results.values())
 
     def _take(self, call: Call) -> None:
         self.last[call.rank] = call
@@ -103,7 +106,10 @@ class Switchboard:
                 if self.unanswered.pop((rank, other.index), None) is not None:
                     if self.waits_in.get(rank) is other:
                         del self.waits_in[rank]
-                    self.pipes[rank].send((other.index, values))
+                    with suppress(
+                        BrokenPipeError
+                    ):  # it has died: `serve` reads the end of its pipe
+                        self.pipes[rank].send((other.index, values))
             del self.open[call.key]
 
     def _expected(self, call: Call) -> set[int]:

@@ -30,6 +30,13 @@ from megatron_rl.reward.sandbox.programs.plain_values import (
 )
 
 BUILTINS = frozenset(dir(builtins))
+AROUND_RESULTS = frozenset((
+    "abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "int", "isinstance",
+    "iter", "len", "list", "map", "range", "reversed", "round", "set", "sorted", "str", "tuple",
+    "type", "zip",
+))  # fmt: skip
+"""Built-in names that tests put around a result to compare it, abs(sum(10, 15) - 6) < 1e-6, and
+those that make arguments."""
 UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
 
 
@@ -159,10 +166,23 @@ def replace_content(argument: Any, content: Any) -> None:
 def names_of_modules(nodes: list[ast.AST]) -> set[str]:
     """Return the modules of the standard library whose attributes a test reads.  They are imported
     here: the code's own `math` would make every math.isclose true.
+
+    A name of which the test reads what the module does not have is one of the code: queue.size().
     """
-    owners = (node.value for node in nodes if isinstance(node, ast.Attribute))
-    names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
-    return names & sys.stdlib_module_names
+    attributes: dict[str, set[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            attributes.setdefault(node.value.id, set()).add(node.attr)
+    names = attributes.keys() & sys.stdlib_module_names
+    return {name for name in names if attributes[name] <= names_in_module(name)}
+
+
+def names_in_module(name: str) -> set[str]:
+    """Return the names in a module; none for one of another operating system."""
+    try:
+        return set(dir(import_module(name)))
+    except ImportError:
+        return set()
 
 
 def tested_builtin(setup: str, tests: list[str]) -> str | None:
@@ -176,12 +196,22 @@ def tested_builtin(setup: str, tests: list[str]) -> str | None:
         return None
     if any(set(asked_names(nodes)) - names_of_modules(nodes) for nodes in parsed):
         return None
-    defined, after = defined_names(parsed[0]), setup.count("\n") + 1
+    names, after = BUILTINS - defined_names(parsed[0]), setup.count("\n") + 1
     # breadth first: the outermost call
     for node in parsed[0]:
-        if isinstance(node, ast.Name) and node.lineno > after and node.id in BUILTINS - defined:
-            return node.id
+        if isinstance(node, ast.Name) and node.lineno > after and node.id in names:
+            inner = called_within(node, parsed[0])
+            return next((name for name in inner if name in names - AROUND_RESULTS), node.id)
     return None
+
+
+def called_within(name: ast.Name, nodes: list[ast.AST]) -> list[str]:
+    """Return the functions that the arguments of a call of AROUND_RESULTS call."""
+    calls = (node for node in nodes if isinstance(node, ast.Call) and node.func is name)
+    inner = (part for call in calls for entry in call.args for part in ast.walk(entry))
+    functions = (part.func for part in inner if isinstance(part, ast.Call))
+    is_around = name.id in AROUND_RESULTS
+    return [name.id for name in functions if is_around and isinstance(name, ast.Name)]
 
 
 def asked_names(nodes: list[ast.AST], tested: str | None = None) -> Iterator[str]:
