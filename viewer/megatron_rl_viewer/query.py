@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-from megatron_rl_viewer.index_rows import rollout_key
+from megatron_rl_viewer.index_rows import rollout_key, to_float32
+from megatron_rl_viewer.index_schema import FLOAT32
 
 MAX_LIMIT = 1000
 MAX_OFFSET = 2**53
@@ -250,11 +251,12 @@ def filter_value(name: object, column: Column, value: str | int | float | bool) 
     if column.kind == "text" and column.sql != "version":
         return usable_text("filter", value)
     try:
-        return float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         raise QueryError(
             f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308"
         ) from None
+    return to_float32(number) if column.sql in FLOAT32 else number
 
 
 def usable_text(argument: str, value: object) -> str:

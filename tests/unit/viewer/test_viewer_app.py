@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -18,7 +19,16 @@ from megatron_rl_viewer.index_rows import prompt_key
 from megatron_rl_viewer.run_folder import Runs
 from megatron_rl_viewer.view_command import main, serve_pages
 from tests.unit.viewer.conftest import TOKEN
-from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
+from tests.viewer_run import (
+    GROUP,
+    LAYERS,
+    PROMPTS,
+    add_step,
+    append,
+    make_rollout,
+    write_config,
+    write_run,
+)
 
 PATHS = (
     "/", "/static/app.js", "/api/runs", "/api/runs/0/metrics", "/api/runs/0/events",
@@ -184,6 +194,49 @@ def test_filters(client, filters, expected):
         row["key"] for row in everything if expected(row)
     }
     assert found["total"] == len(found["rows"])
+
+
+@pytest.mark.parametrize(
+    "conditions, expected",
+    [
+        ([("=", 0.1)], [0.1]), ([("<=", 0.1)], [0.1]), ([("<", 0.1)], []), ([(">", 0.1)], [0.8]),
+        ([(">=", 0.2), ("<=", 0.8)], [0.8]), ([("!=", 0.8)], [0.1]), ([("contains", "0.8")], [0.8]),
+        ([("=", float(np.float32(0.1)))], [0.1]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_double", [True, False])
+def test_a_filter_compares_the_rewards_that_the_table_shows(
+    tmp_path, open_runs, client_of, conditions, expected, is_double
+):
+    """Rewards are float32: 0.1 may be written as 0.10000000149011612."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    lines = [
+        make_rollout(1, f"Q{prompt}/{k}", "trained", "rollouts")[0]
+        | {"reward": float(np.float32(reward)) if is_double else reward}
+        for prompt, reward in ((0, 0.1), (1, 0.8))
+        for k in range(3)
+    ]
+    append(folder / "rollouts.jsonl", lines)
+    client = client_of(open_runs(folder))
+    for table, name, copies in (("rollouts", "reward", 3), ("groups", "reward_mean", 1)):
+        filters = [{"column": name, "op": op, "value": value} for op, value in conditions]
+        shown = [row[name] for row in rows(client, table, filters=filters)["rows"]]
+        assert shown == expected * copies
+
+
+def test_a_filter_of_a_count_is_exact(tmp_path, open_runs, client_of):
+    """2**24 + 1 is no float32."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    line = make_rollout(1, "Q0/0", "trained", "rollouts")[0]
+    append(folder / "rollouts.jsonl", [line | {"response_length": 2**24 + 1}])
+    client = client_of(open_runs(folder))
+    for value, total in ((2**24, 0), (2**24 + 1, 1)):
+        filters = [{"column": "length", "op": "=", "value": value}]
+        assert rows(client, filters=filters)["total"] == total
 
 
 def test_full_text(client):
