@@ -131,6 +131,7 @@ def test_a_run_that_keeps_its_best_checkpoint_is_evaluated_on_other_sets(tmp_pat
     ("arguments", "words"),
     [
         (["--sets", "x.jsonl"], "--sets x.jsonl: must be NAME=FILE"),
+        (["--sets", "h=a.jsonl", "g=c", "h=b.jsonl"], "--sets h=a.jsonl h=b.jsonl: two files"),
         ([], "--sets: no evaluation set"),
         (["--sets", "a=b", "--samples", "2", "--k", "4"], "pass@k needs at least k samples"),
         (["--sets", "a=b", "--eval.temperature", "0"], "set samples = 1"),
