@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.console import clock
+from megatron_rl.metrics.evaluation_names import SCORE
 from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.metrics.left_out_counts import Count, counts_of_run
-from megatron_rl.metrics.evaluation_names import SCORE
 from megatron_rl.metrics.results import evaluations, series
 from megatron_rl.records.packed import StepResult
 
