@@ -203,8 +203,10 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         return table(number, query, groups_page)
 
     @app.get("/api/runs/{number}/rollout/{key:path}")
-    def rollout(number: int, key: str) -> Response:
+    def rollout(request: Request, number: int, key: str) -> Response:
         run = find(runs, number)
+        # as it was sent: `key` is decoded, and the id is decoded where it is looked up
+        key = request.scope["raw_path"].decode().partition("/rollout/")[2]
         tokens = token_data.rollout(run, key)
         if tokens is None:
             raise HTTPException(404, f"no rollout {key}{reload_later(run)}")

@@ -117,17 +117,13 @@ def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
 
 
 def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
-    """Return the row of a key "STEP/FILE/ID", or None.
-
-    The id may be percent-encoded or not, because a server decodes a path once.
-    """
+    """Return the row of a key "STEP/FILE/ID", whose id is percent-encoded, or None."""
     step, _, place = key.partition("/")
     file, _, name = place.partition("/")
     if not (step.isascii() and step.isdecimal() and len(step) < 10):
         return None
     find = "SELECT * FROM rollouts WHERE step = ? AND file = ? AND id = ?"
-    row = connection.execute(find, (int(step), file, unquote(name))).fetchone()
-    return row or connection.execute(find, (int(step), file, name)).fetchone()
+    return connection.execute(find, (int(step), file, unquote(name))).fetchone()
 
 
 def rollout_rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, object]]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from megatron_rl_viewer import token_data
 from megatron_rl_viewer.app import create_app
 from megatron_rl_viewer.index_rows import prompt_key
 from megatron_rl_viewer.run_folder import Runs
@@ -357,6 +358,24 @@ def test_html_of_a_response_stays_data(client):
 def test_a_key_names_a_rollout_or_nothing(client, key):
     assert client.get(f"/api/runs/0/rollout/{key}").status_code == 404
     assert client.get("/api/runs/7/rollout/1/rollouts/Q0%2F0").status_code == 404
+
+
+def test_a_rollout_whose_id_looks_percent_encoded_is_opened(tmp_path, open_runs, client_of):
+    """Its key encodes the percent sign; decoded twice, the id would be that of another rollout."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    line = make_rollout(1, "Q0/0", "trained", "rollouts")[0]
+    names = ["%41/0", "A/0", "%2541/0", "50%/0", "a b+c/rollout/0", "\u00e9/0"]
+    append(folder / "rollouts.jsonl", [line | {"id": name} for name in names])
+    runs = open_runs(folder)
+    client = client_of(runs)
+    keys = {row["id"]: row["key"] for row in rows(client)["rows"]}
+    assert list(keys) == names[::-1]
+    for name, key in keys.items():
+        assert client.get(f"/api/runs/0/rollout/{key}").json()["meta"]["id"] == name
+        # as an export asks for it
+        assert token_data.rollout(runs.runs[0], key)["meta"]["id"] == name
 
 
 # Live ---------------------------------------------------------------------------------------------
