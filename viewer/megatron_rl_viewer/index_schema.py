@@ -75,10 +75,11 @@ GROUP_ROWS = """INSERT INTO groups(
     SELECT step, file, group_key, min(prompt_key), min(number),
         count(CASE episode WHEN '' THEN 1 END),
         to_float32(avg(CASE episode WHEN '' THEN reward END)), min(reward), max(reward),
-        1.0 * sum(length) / count(CASE episode WHEN '' THEN 1 END), to_float32(avg(kl)), to_float32(avg(flip_frac))
+        1.0 * sum(length) / count(CASE episode WHEN '' THEN 1 END),
+        to_float32(avg(kl)), to_float32(avg(flip_frac))
     FROM rollouts WHERE step = ? GROUP BY file, group_key ORDER BY min(number)"""
-"""count, reward_mean and length_mean are of responses: an episode of several sequences is one, whose
-length is that of all of them, as in rollout/response_length_mean."""
+"""count, reward_mean and length_mean are of responses: an episode of several sequences is one, with
+the length of all of them, as in rollout/response_length_mean."""
 
 
 def make_indexes(connection: sqlite3.Connection) -> None:
