@@ -13,6 +13,8 @@ import orjson
 from megatron_rl_viewer.follow import Line
 from megatron_rl_viewer.index_schema import TRAINED_NUMBERS
 
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest float32."""
 ToRow = Callable[[str, Line, dict], tuple]
 """(stem of the file, line, its fields) -> values of a row.  Raises ValueError, KeyError or
 TypeError for another kind of line.
@@ -107,9 +109,8 @@ def to_float32(value: float) -> float:
     The trainer has rewards, advantages and log-probs in float32.  Written as a double, 0.1 is
     0.10000000149011612, which a filter for 0.1 would miss.
     """
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
-    return float(str(rounded)) if np.isfinite(rounded) else float(value)
+    # numpy would warn of a larger one, which stays as it is
+    return float(str(np.float32(value))) if abs(value) < LARGEST else float(value)
 
 
 def searched_text(value: object) -> str:
