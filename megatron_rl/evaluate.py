@@ -267,7 +267,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
     Raises ConfigError.
     """
     evaluation: dict[str, object] = {}
-    sets = dict(named_file(text) for text in args.sets)
+    sets = named_files(args.sets)
     if sets:
         evaluation["sets"] = sets
     if args.samples:
@@ -305,6 +305,19 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
     if not cfg.eval.sets:
         raise ConfigError("--sets: no evaluation set; name one as --sets NAME=FILE")
     return cfg, args.out or out
+
+
+def named_files(texts: Sequence[str]) -> dict[str, str]:
+    """Return the files of --sets by their names.  Raises ConfigError where two have one name."""
+    sets: dict[str, str] = {}
+    for name, file in map(named_file, texts):
+        if name in sets:
+            raise ConfigError(
+                f"--sets {name}={sets[name]} {name}={file}: two files have the name {name}, under"
+                " which results are written; give every file a name of its own"
+            )
+        sets[name] = file
+    return sets
 
 
 def named_file(text: str) -> tuple[str, str]:

@@ -210,11 +210,10 @@ def add_divergence(
     top, student = micro_batch.top, token_logprobs.top
     assert top is not None and student is not None, "a divergence without the teacher's tokens"
     is_taught = loss.mask & ~top.sets.is_empty
-    count, rows = is_taught.sum(), top.sets.rows
-    in_loss = is_taught[rows].to(divergence.dtype)
+    count, in_loss = is_taught.sum(), is_taught[top.sets.rows]
     sums.add("teacher/divergence", masked(divergence.detach(), is_taught).sum(), count)
-    sums.add("teacher/top_mass_student", (in_loss * student.detach().exp()).sum(), count)
-    sums.add("teacher/top_mass_teacher", (in_loss * top.logprobs.exp()).sum(), count)
+    sums.add("teacher/top_mass_student", masked(student.detach().exp(), in_loss).sum(), count)
+    sums.add("teacher/top_mass_teacher", masked(top.logprobs.exp(), in_loss).sum(), count)
 
 
 def add_log_ratio(

@@ -8,7 +8,6 @@ environment variable NO_COLOR.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,7 @@ from rich.progress import (
 from rich.text import Text
 
 from megatron_rl.launch.log_lines import Event, LogLines, Value
+from megatron_rl.metrics.evaluation_names import SCORE, is_of_set
 from megatron_rl.metrics.step_line import short, step_line
 from megatron_rl.records.packed import StepResult
 
@@ -130,8 +130,7 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
     shown = {
         name: value
         for name, value in sorted(metrics.items())
-        if re.search(r"/((avg|pass)@\d+|loss)$", name)
-        or (name.endswith("/failed_frac") and value > 0)
+        if is_of_set(name, rf"{SCORE}|pass@\d+") or (is_of_set(name, "failed_frac") and value > 0)
     }
     return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_rl.metrics.evaluation_names import is_of_users
+
 Level = Literal["base", "same", "normal", "watch", "bad"]
 """base: a number that others are a share of, not shown; same: counts the events of other entries
 from another side; normal: follows from a setting or from what the model writes; watch: needs a
@@ -386,15 +388,13 @@ ENTRIES = {entry.metric: entry for entry in LEFT_OUT}
 
 @cache
 def entry_of(metric: str) -> LeftOut | None:
-    """Return the entry of a metric, with its name in place of NAME; None where the table has
-    none.
+    """Return the entry of a metric, with its name in place of NAME; None where the table has none,
+    and for the metrics of users' functions, which may have any name.
     """
-    if metric in ENTRIES:
-        return ENTRIES[metric]
+    if metric in ENTRIES or is_of_users(metric):
+        return ENTRIES.get(metric)
     for pattern, entry in ENTRIES.items():
-        before, is_pattern, after = pattern.partition("NAME")
-        if is_pattern and (
-            match := re.fullmatch(f"{re.escape(before)}(.+){re.escape(after)}", metric)
-        ):
+        named = re.escape(pattern).replace("NAME", "(.+)")
+        if "NAME" in pattern and (match := re.fullmatch(named, metric)):
             return replace(entry, metric=metric, label=entry.label.replace("NAME", match[1]))
     return None

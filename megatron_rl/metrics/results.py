@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_rl.config.run_paths import RunFolder
+from megatron_rl.metrics.evaluation_names import is_of_set
 from megatron_rl.records.packed import StepResult
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluations(results: Results, measure: str = r"avg@\d+") -> list[str]:
-    """Return the names of the metrics of evaluation sets that end in `measure`, a pattern."""
+    """Return the names of the metrics of evaluation sets that are a `measure`, a pattern."""
     names = {name for result in results for name in result.metrics}
-    return sorted(name for name in names if re.fullmatch(f"eval/.*/({measure})", name))
+    return sorted(name for name in names if is_of_set(name, measure))
 
 
 def read_run_settings(run_dir: Path) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.console import clock
+from megatron_rl.metrics.evaluation_names import SCORE
 from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.metrics.left_out_counts import Count, counts_of_run
 from megatron_rl.metrics.results import evaluations, series
@@ -112,7 +113,7 @@ def summarize_run(
             # means of a fifth of the steps, because single steps are noise
             part = max(1, len(values) // 5)
             changed[name] = float(values[:part].mean()), float(values[-part:].mean())
-    for name in evaluations(results, r"avg@\d+|loss"):
+    for name in evaluations(results, SCORE):
         _, values = series(results, name)
         if len(values):  # none where no response of the set was ever scored
             changed[name] = float(values[0]), float(values[-1])

@@ -146,6 +146,7 @@ def test_the_base_of_an_adapter_is_not_evaluated_in_its_place(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--sets", "x.jsonl"], "--sets x.jsonl: must be NAME=FILE"),
+        (["--sets", "h=a.jsonl", "g=c", "h=b.jsonl"], "--sets h=a.jsonl h=b.jsonl: two files"),
         ([], "--sets: no evaluation set"),
         (["--sets", "a=b", "--samples", "2", "--k", "4"], "pass@k needs at least k samples"),
         (["--sets", "a=b", "--eval.temperature", "0"], "set samples = 1"),

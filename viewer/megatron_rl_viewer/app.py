@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Annotated
+from urllib.parse import unquote
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi import Query as Argument
@@ -203,8 +204,12 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         return table(number, query, groups_page)
 
     @app.get("/api/runs/{number}/rollout/{key:path}")
-    def rollout(number: int, key: str) -> Response:
+    def rollout(request: Request, number: int, key: str) -> Response:
         run = find(runs, number)
+        # `key` is decoded, and the id is decoded again where it is looked up
+        sent = request.scope["raw_path"].decode().partition("/rollout/")[2]
+        # a client may have encoded the key as a whole, with its slashes
+        key = sent if "/" in sent else unquote(sent)
         tokens = token_data.rollout(run, key)
         if tokens is None:
             raise HTTPException(404, f"no rollout {key}{reload_later(run)}")

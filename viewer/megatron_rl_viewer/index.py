@@ -22,7 +22,14 @@ from threading import Event
 from megatron_rl.config.run_paths import RunFolder, StepFile
 from megatron_rl_viewer.follow import Line, after, batch_of, cut_line, new_lines, stat_of
 from megatron_rl_viewer.index_files import FileEntry, finish_steps, forget_rewritten, known_files
-from megatron_rl_viewer.index_rows import ToRow, index_row, parsed, searched_text, trained_row
+from megatron_rl_viewer.index_rows import (
+    ToRow,
+    index_row,
+    number_or_none,
+    parsed,
+    searched_text,
+    trained_row,
+)
 from megatron_rl_viewer.index_schema import (
     ROW,
     SCHEMA,
@@ -111,6 +118,7 @@ class Index:
         connection.executescript(
             "PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = MEMORY;"
         )
+        connection.create_function("to_float32", 1, number_or_none, deterministic=True)
         connection.row_factory = sqlite3.Row
         return connection
 

@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 
 from megatron_rl_viewer.follow import Line
 from megatron_rl_viewer.index_schema import TRAINED_NUMBERS
 
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest float32."""
 ToRow = Callable[[str, Line, dict], tuple]
 """(stem of the file, line, its fields) -> values of a row.  Raises ValueError, KeyError or
 TypeError for another kind of line.
@@ -97,7 +100,17 @@ def text(fields: dict, name: str, default: str | None = None) -> str:
 
 def number_or_none(value: object) -> float | None:
     """Return a number that a table shows; None for NaN and infinity, which json reads."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
+    return to_float32(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
+
+
+def to_float32(value: float) -> float:
+    """Return the shortest decimal number that has the same float32 as the value.
+
+    The trainer has rewards, advantages and log-probs in float32.  Written as a double, 0.1 is
+    0.10000000149011612, which a filter for 0.1 would miss.
+    """
+    # numpy would warn of a larger one, which stays as it is
+    return float(str(np.float32(value))) if abs(value) < LARGEST else float(value)
 
 
 def searched_text(value: object) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 4
+VERSION = 5
 """Version of the tables below; an index of another version is built again."""
 TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
+FLOAT32 = (
+    "reward", "advantage", "reward_mean", "reward_min", "reward_max", *TRAINED_NUMBERS,
+)  # fmt: skip
+"""Columns whose values index_rows.to_float32 has rounded; what they are compared with is, too."""
 INDEXED = (
     "step", "reward", "advantage", "length", "finish_reason", "version", "turns", "has_tensors",
     *TRAINED_NUMBERS,
@@ -69,9 +73,13 @@ GROUP_ROWS = """INSERT INTO groups(
         step, file, key, prompt_key, first, count, reward_mean, reward_min, reward_max,
         length_mean, kl, flip_frac)
     SELECT step, file, group_key, min(prompt_key), min(number),
-        count(CASE episode WHEN '' THEN 1 END), avg(CASE episode WHEN '' THEN reward END),
-        min(reward), max(reward), avg(length), avg(kl), avg(flip_frac)
+        count(CASE episode WHEN '' THEN 1 END),
+        to_float32(avg(CASE episode WHEN '' THEN reward END)), min(reward), max(reward),
+        1.0 * sum(length) / count(CASE episode WHEN '' THEN 1 END),
+        to_float32(avg(kl)), to_float32(avg(flip_frac))
     FROM rollouts WHERE step = ? GROUP BY file, group_key ORDER BY min(number)"""
+"""count, reward_mean and length_mean are of responses: an episode of several sequences is one, with
+the length of all of them, as in rollout/response_length_mean."""
 
 
 def make_indexes(connection: sqlite3.Connection) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-from megatron_rl_viewer.index_rows import rollout_key
+from megatron_rl_viewer.index_rows import rollout_key, to_float32
+from megatron_rl_viewer.index_schema import FLOAT32
 
 MAX_LIMIT = 1000
 MAX_OFFSET = 2**53
@@ -116,17 +117,13 @@ def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
 
 
 def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
-    """Return the row of a key "STEP/FILE/ID", or None.
-
-    The id may be percent-encoded or not, because a server decodes a path once.
-    """
+    """Return the row of a key "STEP/FILE/ID", whose id is percent-encoded, or None."""
     step, _, place = key.partition("/")
     file, _, name = place.partition("/")
     if not (step.isascii() and step.isdecimal() and len(step) < 10):
         return None
     find = "SELECT * FROM rollouts WHERE step = ? AND file = ? AND id = ?"
-    row = connection.execute(find, (int(step), file, unquote(name))).fetchone()
-    return row or connection.execute(find, (int(step), file, name)).fetchone()
+    return connection.execute(find, (int(step), file, unquote(name))).fetchone()
 
 
 def rollout_rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, object]]:
@@ -250,11 +247,12 @@ def filter_value(name: object, column: Column, value: str | int | float | bool) 
     if column.kind == "text" and column.sql != "version":
         return usable_text("filter", value)
     try:
-        return float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         raise QueryError(
             f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308"
         ) from None
+    return to_float32(number) if column.sql in FLOAT32 else number
 
 
 def usable_text(argument: str, value: object) -> str:

@@ -111,15 +111,15 @@ class Run:
         return [problem for problem in problems if problem]
 
     def is_live(self) -> bool:
-        """Return whether the run may still write: it is not stopped, not at its last step, and
-        changed within LIVE_SECONDS.
+        """Return whether the run may still write: it is not stopped, and changed within
+        LIVE_SECONDS.
         """
         events = self.events.events
         if events and events[-1]["kind"] == "stop":
             return False
         written = [path for path in self._files() if path != self.paths.config]
         changed = max((path.stat().st_mtime for path in written), default=0.0)
-        return self.metrics.last_step != self.num_steps and time.time() - changed < LIVE_SECONDS
+        return time.time() - changed < LIVE_SECONDS
 
     @property
     def num_steps(self) -> int | None:

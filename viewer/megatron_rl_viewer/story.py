@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.metrics.evaluation_names import SCORE, is_of_set
 from megatron_rl_viewer.run_folder import Run
 
 LEARNED = {"sft/loss": "loss", "rollout/reward_mean": "reward"}
@@ -39,7 +40,13 @@ def progress(run: Run) -> str:
         if reason == "finished":
             return f"It finished: {steps}."
         return f"It stopped after {steps}: {reason.rstrip('.')}."
-    return f"It runs: {steps}." if run.is_live() else f"Nothing was written for a while: {steps}."
+    if done == total:
+        steps = f"all {total} steps are done"
+    if not run.is_live():
+        return f"Nothing was written for a while: {steps}."
+    # the last evaluation, checkpoint and export come after the last step
+    last = "; what follows the last step may still be at work" if done == total else ""
+    return f"It runs: {steps}{last}."
 
 
 def learned(table: Mapping[str, Any]) -> tuple[str, str]:
@@ -78,7 +85,7 @@ def held_out(evaluations: dict) -> str:
     """Say how each held-out set changed, from its first to its last evaluation."""
     texts = []
     for name, values in sorted(evaluations["metrics"].items()):
-        if "/avg@" not in name and not name.endswith("/loss"):
+        if not is_of_set(name, SCORE):
             continue
         known = [
             (step, value)

@@ -15,6 +15,7 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.engine.statistics import (
     AGE_GROUPS,
     FLIP_GROUPS,
+    add_divergence,
     add_old_pass,
     add_update,
     add_update_pass,
@@ -250,6 +251,28 @@ def test_a_response_without_a_finite_token_does_not_count():
     expected = math.exp(0.5 * count) - 1 - count * math.expm1(0.5)
     assert got["first_order/train_infer_median"] == pytest.approx(expected, rel=0.0182)
     assert got["first_order/train_infer_max"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_token_that_is_not_finite_is_in_no_mean_over_the_teachers_tokens():
+    """The loss leaves such a token out; the empty one is not taught."""
+    rows = torch.tensor([0, 0, 1, 1, 2, 2])
+    teacher = torch.tensor([0.5, 0.3, 0.6, 0.2, math.nan, 0.2]).log()
+    student = torch.tensor([0.4, 0.3, 0.5, 0.1, math.nan, math.inf]).log()
+    sets = SimpleNamespace(rows=rows, is_empty=torch.tensor([False, False, False, True]))
+    top = SimpleNamespace(sets=sets, logprobs=teacher)
+    sums = MetricSums()
+    add_divergence(
+        sums,
+        torch.tensor([0.1, 0.2, math.nan, 0.0]),
+        SimpleNamespace(top=student),
+        SimpleNamespace(top=top),
+        SimpleNamespace(mask=torch.tensor([True, True, False, True])),
+    )
+    assert sums.reduce(None, "cpu") == {
+        "teacher/divergence": pytest.approx(0.15),
+        "teacher/top_mass_student": pytest.approx(0.65),
+        "teacher/top_mass_teacher": pytest.approx(0.8),
+    }
 
 
 def test_flip_groups():

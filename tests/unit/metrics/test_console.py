@@ -142,6 +142,8 @@ def test_an_evaluation_says_what_could_not_be_scored():
         "eval/heldout/avg@4": 0.75,
         "eval/heldout/failed_frac": 0.125,
         "eval/other/failed_frac": 0.0,
+        "eval/heldout/reward/failed_frac": 0.5,
+        "eval/heldout/reward/loss": 0.5,
     }
     assert module.evaluation_text(found) == "heldout/avg@4 0.750  heldout/failed_frac 0.125"
 

@@ -83,6 +83,17 @@ def test_what_is_worth_a_look_says_what_it_means_and_what_to_do():
         assert entry.of == "" or entry_of(entry.of).level == "base", entry.metric
 
 
+def test_a_metric_of_a_users_function_is_no_entry_of_the_table():
+    """It may have any name, also that of an entry; so may an evaluation set."""
+    for name in ("eval/h/reward/failed_frac", "eval/a/h/episode/failed_frac"):
+        assert entry_of(name) is None
+        assert counts_of_run([StepResult(0, 1, {name: 0.5})]) == []
+    for name in ("h", "a/h", "reward"):
+        assert entry_of(f"eval/{name}/failed_frac").label.endswith(
+            f" of {name} with failed rewards"
+        )
+
+
 @pytest.mark.parametrize("entry", LEFT_OUT, ids=lambda entry: entry.metric)
 def test_what_one_step_counts_is_in_its_line_the_summary_health_and_the_report(entry, tmp_path):
     """Step 2 of 3 counts 3; a total since the start stays at 3, the others are 0 again in step

@@ -9,16 +9,28 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from megatron_rl_viewer import token_data
 from megatron_rl_viewer.app import create_app
 from megatron_rl_viewer.index_rows import prompt_key
 from megatron_rl_viewer.run_folder import Runs
 from megatron_rl_viewer.view_command import main, serve_pages
 from tests.unit.viewer.conftest import TOKEN
-from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
+from tests.viewer_run import (
+    GROUP,
+    LAYERS,
+    PROMPTS,
+    add_step,
+    append,
+    make_rollout,
+    write_config,
+    write_run,
+)
 
 PATHS = (
     "/", "/static/app.js", "/api/runs", "/api/runs/0/metrics", "/api/runs/0/events",
@@ -186,6 +198,49 @@ def test_filters(client, filters, expected):
     assert found["total"] == len(found["rows"])
 
 
+@pytest.mark.parametrize(
+    "conditions, expected",
+    [
+        ([("=", 0.1)], [0.1]), ([("<=", 0.1)], [0.1]), ([("<", 0.1)], []), ([(">", 0.1)], [0.8]),
+        ([(">=", 0.2), ("<=", 0.8)], [0.8]), ([("!=", 0.8)], [0.1]), ([("contains", "0.8")], [0.8]),
+        ([("=", float(np.float32(0.1)))], [0.1]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_double", [True, False])
+def test_a_filter_compares_the_rewards_that_the_table_shows(
+    tmp_path, open_runs, client_of, conditions, expected, is_double
+):
+    """Rewards are float32: 0.1 may be written as 0.10000000149011612."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    lines = [
+        make_rollout(1, f"Q{prompt}/{k}", "trained", "rollouts")[0]
+        | {"reward": float(np.float32(reward)) if is_double else reward}
+        for prompt, reward in ((0, 0.1), (1, 0.8))
+        for k in range(3)
+    ]
+    append(folder / "rollouts.jsonl", lines)
+    client = client_of(open_runs(folder))
+    for table, name, copies in (("rollouts", "reward", 3), ("groups", "reward_mean", 1)):
+        filters = [{"column": name, "op": op, "value": value} for op, value in conditions]
+        shown = [row[name] for row in rows(client, table, filters=filters)["rows"]]
+        assert shown == expected * copies
+
+
+def test_a_filter_of_a_count_is_exact(tmp_path, open_runs, client_of):
+    """2**24 + 1 is no float32."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    line = make_rollout(1, "Q0/0", "trained", "rollouts")[0]
+    append(folder / "rollouts.jsonl", [line | {"response_length": 2**24 + 1}])
+    client = client_of(open_runs(folder))
+    for value, total in ((2**24, 0), (2**24 + 1, 1)):
+        filters = [{"column": "length", "op": "=", "value": value}]
+        assert rows(client, filters=filters)["total"] == total
+
+
 def test_full_text(client):
     """Words anywhere in prompt or response, as they begin; all of them; a phrase between quotes."""
     everything = rows(client)["rows"]
@@ -304,6 +359,25 @@ def test_html_of_a_response_stays_data(client):
 def test_a_key_names_a_rollout_or_nothing(client, key):
     assert client.get(f"/api/runs/0/rollout/{key}").status_code == 404
     assert client.get("/api/runs/7/rollout/1/rollouts/Q0%2F0").status_code == 404
+
+
+def test_a_rollout_whose_id_looks_percent_encoded_is_opened(tmp_path, open_runs, client_of):
+    """Its key encodes the percent sign; decoded twice, the id would be that of another rollout."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, steps=1)
+    line = make_rollout(1, "Q0/0", "trained", "rollouts")[0]
+    names = ["%41/0", "A/0", "%2541/0", "50%/0", "a b+c/rollout/0", "\u00e9/0"]
+    append(folder / "rollouts.jsonl", [line | {"id": name} for name in names])
+    runs = open_runs(folder)
+    client = client_of(runs)
+    keys = {row["id"]: row["key"] for row in rows(client)["rows"]}
+    assert list(keys) == names[::-1]
+    for name, key in keys.items():
+        for sent in (key, quote(key, safe="")):
+            assert client.get(f"/api/runs/0/rollout/{sent}").json()["meta"]["id"] == name
+        # as an export asks for it
+        assert token_data.rollout(runs.runs[0], key)["meta"]["id"] == name
 
 
 # Live ---------------------------------------------------------------------------------------------

@@ -275,9 +275,13 @@ def test_replicas_and_the_trainers_half_of_another_replica(tmp_path):
 
 def test_an_episode_of_several_sequences_is_one_response_of_its_group(run_dir, opened):
     last = make_rollout(4, "Q0/0", "trained", "rollouts")[0] | {"reward": 1.0}
-    append(run_dir / "rollouts.jsonl", [last | {"id": "Q0/0/0", "episode": "Q0/0"}, last])
+    earlier = last | {"id": "Q0/0/0", "episode": "Q0/0", "response_length": 100}
+    other = last | {"id": "Q0/1", "reward": 0.0, "response_length": 30}
+    append(run_dir / "rollouts.jsonl", [earlier, last | {"response_length": 20}, other])
     (group,) = [row for row in table(opened(), groups_page)["rows"] if row["step"] == 4]
-    assert group["count"] == 1 and group["key"] == "4/rollouts/Q0"
+    assert group["count"] == 2 and group["key"] == "4/rollouts/Q0"
+    # means of responses, with all sequences of an episode, as in rollout/response_length_mean
+    assert group["reward_mean"] == 0.5 and group["length_mean"] == 75.0
 
 
 ODD = [

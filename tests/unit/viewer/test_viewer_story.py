@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
+import time
 
 import pytest
 
-from megatron_rl_viewer.run_folder import Run
+from megatron_rl_viewer.run_folder import LIVE_SECONDS, Run
 from megatron_rl_viewer.story import held_out, learned, story, trend
 from tests.viewer_run import add_events, write_run
 
@@ -44,6 +46,10 @@ def test_held_out_sets_in_a_sentence():
         "steps": [0, 30, 60],
         "metrics": {
             "eval/heldout/avg@4": [0.309, None, 0.905],
+            "eval/heldout/avg@4_low": [0.2, None, 0.8],
+            "eval/heldout/avg@4_high": [0.4, None, 1.0],
+            "eval/heldout/reward/loss": [0.4, None, 1.0],
+            "eval/heldout/episode/avg@4": [0.4, None, 1.0],
             "eval/heldout/pass@4": [0.5, None, 0.95],
             "eval/aime/avg@2": [None, 0.125, None],
         },
@@ -81,6 +87,19 @@ def test_the_story_of_a_run(tmp_path):
     text, level = found["Health"]
     assert text.startswith(worst["title"]) and level == worst["level"] != "ok"
     assert (f"{len(others)} more" in text) == bool(others)
+
+
+def test_a_run_that_has_done_its_last_step_runs_until_nothing_is_written(tmp_path):
+    """Its last evaluation, checkpoint and export come after the step."""
+    folder = write_run(tmp_path / "run", steps=2, tokenizer=False)
+    add_events(folder, {"step": 2, "kind": "resume", "text": "after step 1"})
+    run = Run(folder, tmp_path / "cache")
+    assert told(run)["Run"][0].startswith("It runs: all 2 steps are done; ") and run.is_live()
+    before = time.time() - 2 * LIVE_SECONDS
+    for path in folder.glob("*.jsonl"):
+        os.utime(path, (before, before))
+    text = "Nothing was written for a while: all 2 steps are done."
+    assert told(run)["Run"][0] == text and not run.is_live()
 
 
 def test_the_story_of_an_empty_run(tmp_path):
