@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -45,13 +45,18 @@ CONVERSATION_KEYS = ("messages", *(key for key in PROMPT_KEYS if key != "message
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 """The keys that "auto" tries, in this order."""
 
-Render: TypeAlias = Callable[
-    [Sequence[Mapping[str, object]], Sequence[Mapping[str, object]]],
-    tuple[Sequence[int], Sequence[bool]],
-]
-"""(messages, tools) -> (tokens [S], which of them are learned [S]); ValueError for messages that
-cannot be written.
-"""
+Objects: TypeAlias = Sequence[Mapping[str, object]]
+
+
+class Render(Protocol):
+    """Writes messages in the model's chat format."""
+
+    def __call__(
+        self, messages: Objects, tools: Objects, *, last_only: bool
+    ) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return tokens [S], and which of them are learned [S]: those of the assistant's turns, or
+        of the last.  Raises ValueError for messages that cannot be written.
+        """
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,8 @@ class RowReader:
 
     def _tokens(self, row: JsonRow) -> tuple[Sequence[int], Sequence[bool]]:
         value = required(row, self.prompt_key)
-        if isinstance(value, list) and is_conversation(value):
+        last_only = not (isinstance(value, list) and is_conversation(value))
+        if not last_only:
             check_no_media(row)
             if not self.data.chat_template:
                 raise DataError(
@@ -208,7 +214,7 @@ class RowReader:
         assert self.render is not None
         # null fields: in parquet every message has the fields of all messages
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        return self.render(messages, tools_of(row))
+        return self.render(messages, tools_of(row), last_only=last_only)
 
     def _plain(self, prompt: str, response: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a prompt, and those that the model writes, up to its end token.

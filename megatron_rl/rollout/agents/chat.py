@@ -200,13 +200,13 @@ class Chat:
         return rendered
 
     def demonstration(
-        self, messages: Sequence[Message], tools: Sequence[Schema] = ()
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, last_only: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a complete conversation, and which of them the model would sample:
-        those of the assistant's turns, with the tokens that end them.
+        """Return the tokens of a complete conversation, and which of them are learned: those that
+        the model would sample in the assistant's turns, or in the last, with those that end them.
 
-        Raises ValueError for messages that the format cannot hold, for turns that it writes without
-        their thinking or their end, and for a format that does not say what is sampled.
+        Raises ValueError for messages that the format cannot hold, for learned turns that it writes
+        without their thinking or their end, and for a format that does not say what is sampled.
         """
         turns = LearnedTurns(
             self.name,
@@ -215,7 +215,7 @@ class Chat:
             self.stop_token_ids,
             self._opening,
         )
-        return turns.read(messages)
+        return turns.read(messages, last_only=last_only)
 
     @cached_property
     def _opening(self) -> list[int]:

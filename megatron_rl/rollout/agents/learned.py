@@ -56,15 +56,15 @@ class LearnedTurns:
     opening: list[int]
     """Tokens that open the model's turn when it is sampled."""
 
-    def read(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def read(self, messages: Sequence[Message], *, last_only: bool) -> tuple[list[int], list[bool]]:
         """Return the tokens [S], and which of them are learned [S]; see Chat.demonstration."""
         written = self._with_last_end(messages)
         learned = np.zeros(len(written.tokens), bool)
-        for index, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                self._check_end(written, messages, index)
-                self._check_thinking(written, message, index)
-                learned[self._of_turn(written, index)] = True
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        for index in turns[-1:] if last_only else turns:
+            self._check_end(written, messages, index)
+            self._check_thinking(written, messages[index], index)
+            learned[self._of_turn(written, index)] = True
         return written.tokens.tolist(), learned.tolist()
 
     def _written(self, messages: Sequence[Message]) -> Written:

@@ -99,6 +99,16 @@ def test_a_prompt_and_its_response_are_one_turn(tmp_path, qwen):
     assert learned_text(file.rows[0], qwen)[0].endswith("4<|im_end|>")
 
 
+def test_earlier_turns_of_a_prompt_are_not_learned(tmp_path, qwen):
+    earlier = {**TURNS[4], "reasoning_content": "that qwen3 leaves out"}
+    asked = [*TURNS[:2], earlier, TURNS[5]]
+    path = write(tmp_path / "a.jsonl", {"prompt": asked, "response": "yes"})
+    (row,) = load(path, qwen, renderer="qwen3").rows
+    assert learned_text(row, qwen) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
+    text = qwen.decode(row.tokens)
+    assert "it is 4<|im_end|>" in text and text.count("<|im_start|>assistant") == 2
+
+
 def test_plain_texts_are_encoded_apart_and_end_with_eos(tmp_path):
     tokenizer = make_tokenizer()
     row = {"prompt": "1+1=", "response": "2"}
