@@ -45,6 +45,15 @@ CONVERSATION_KEYS = ("messages", *(key for key in PROMPT_KEYS if key != "message
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 """The keys that "auto" tries, in this order."""
 
+NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
+    "reasoning": ((), "name it reasoning_content"),
+    "thinking": ((), "name it reasoning_content"),
+    "function_call": ((), "write it as one of tool_calls"),
+    "weight": ((1,), "make a prompt of the turns before, and a response of the one to learn"),
+}
+"""Keys of a turn that no format reads, and without which it would be another one -> (values that
+change nothing, what to do).
+"""
 Objects: TypeAlias = Sequence[Mapping[str, object]]
 
 
@@ -201,6 +210,7 @@ class RowReader:
                 raise DataError(
                     f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
                 )
+            check_keys(value)
             messages = value
         else:
             messages = prompt_messages(row, self.prompt_key, self.data)
@@ -233,6 +243,18 @@ def is_conversation(value: Sequence[Any]) -> bool:
         and all(isinstance(message, dict) for message in value)
         and value[-1].get("role") == "assistant"
     )
+
+
+def check_keys(messages: Sequence[Mapping[str, object]]) -> None:
+    """Raise DataError for a turn of the assistant with a key that would be lost."""
+    for index, message in enumerate(messages):
+        for key, (harmless, fix) in NOT_READ.items():
+            value = message.get(key) if message.get("role") == "assistant" else None
+            if value not in (None, "", *harmless):
+                raise DataError(
+                    f"{key!r} of message {index + 1} is not read, and the turn would be learned"
+                    f" without it, got {value!r:.40}; {fix}"
+                )
 
 
 def tools_of(row: JsonRow) -> list[Mapping[str, object]]:

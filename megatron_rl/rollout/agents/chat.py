@@ -215,7 +215,7 @@ class Chat:
             self.stop_token_ids,
             self._opening,
         )
-        return turns.read(messages, last_only=last_only)
+        return turns.read([to_format(message) for message in messages], last_only=last_only)
 
     @cached_property
     def _opening(self) -> list[int]:

@@ -45,7 +45,10 @@ class Written:
 
 @dataclass(frozen=True)
 class LearnedTurns:
-    """Says which tokens of conversations are learned, in one chat format."""
+    """Says which tokens of conversations are learned, in one chat format.
+
+    Messages are those of chat.to_format: their content is text.
+    """
 
     name: str
     """agent.renderer"""
@@ -63,7 +66,7 @@ class LearnedTurns:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for index in turns[-1:] if last_only else turns:
             self._check_end(written, messages, index)
-            self._check_thinking(written, messages[index], index)
+            self._check_thinking(written, messages, index)
             learned[self._of_turn(written, index)] = True
         return written.tokens.tolist(), learned.tolist()
 
@@ -113,15 +116,27 @@ class LearnedTurns:
             f" end of message {index + 1}{place}: the turn would be learned without its end; {fix}"
         )
 
-    def _check_thinking(self, written: Written, message: Message, index: int) -> None:
-        thinking = str(message.get("reasoning_content") or "").strip()
-        if thinking not in self.decode(written.tokens[written.places == index]):
-            raise ValueError(
-                f"messages: agent.renderer = {self.name!r} leaves out the thinking of message"
-                f" {index + 1}, as it does when the model is served: the turn would be learned"
-                " without it; make a row that ends with this turn, and remove reasoning_content"
-                " from the turns before"
+    def _check_thinking(self, written: Written, messages: Sequence[Message], index: int) -> None:
+        thinking, content = thinking_of(messages[index])
+        if not thinking:
+            return
+        text = self.decode(written.tokens[written.sampled_of(index)])
+        _, is_learned, after = text.partition(thinking)
+        # the answer may have the words of the thinking, but formats write the thinking before it
+        if is_learned and (content in after or content not in text):
+            return
+        if index == len(messages) - 1:
+            fix = "remove the thinking, or use a format that has it"
+        else:
+            fix = (
+                "make a row that ends with this turn, and remove the thinking from the turns before"
+                " (reasoning_content, or <think> in the content)"
             )
+        raise ValueError(
+            f"messages: agent.renderer = {self.name!r} leaves out the thinking of message"
+            f" {index + 1}, as it does when the model is served: the turn would be learned without"
+            f" it; {fix}"
+        )
 
     def _of_turn(self, written: Written, index: int) -> np.ndarray:
         """Return the positions of the tokens of message `index` that are learned: the sampled ones,
@@ -135,3 +150,13 @@ class LearnedTurns:
         if self.opening and written.tokens[first:after].tolist() == self.opening:
             sampled = np.union1d(sampled, np.arange(after, sampled[0]))
         return sampled
+
+
+def thinking_of(message: Message) -> tuple[str, str]:
+    """Return the thinking of a turn, "" without any, and the text after it."""
+    content = str(message["content"])
+    if thinking := str(message.get("reasoning_content") or "").strip():
+        return thinking, content.strip()
+    # as formats read a turn without reasoning_content
+    before, end, after = content.partition("</think>")
+    return (before.split("<think>")[-1].strip(), after.strip()) if end else ("", content)

@@ -80,13 +80,43 @@ def test_a_packed_row_has_the_learned_tokens_in_its_mask(tmp_path, qwen):
     assert int(batch.response_lengths[0]) == len(labels)
 
 
-def test_thinking_that_the_format_would_leave_out_is_refused(tmp_path, qwen):
-    messages = [dict(message) for message in TURNS]
-    messages[4]["reasoning_content"] = "four"
-    with pytest.raises(
-        DataError, match=r"line 1: messages: .* leaves out the thinking of message 5"
-    ):
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"reasoning_content": "two and two"},
+        {"reasoning_content": "4"},  # it occurs in the answer, too
+        {"content": "<think>\ntwo and two\n</think>\n\nit is 4"},
+        {"content": [{"type": "text", "text": "two and two</think>it is 4"}]},
+    ],
+)
+def test_thinking_that_the_format_would_leave_out_is_refused(tmp_path, qwen, turn):
+    messages = [*TURNS[:4], TURNS[4] | turn, *TURNS[5:]]
+    refusal = r"line 1: messages: .* leaves out the thinking of message 5.*ends with this turn"
+    with pytest.raises(DataError, match=refusal):
         load(write(tmp_path / "a.jsonl", {"messages": messages}), qwen, renderer="qwen3")
+    # a row that ends with this turn has it
+    path = write(tmp_path / "b.jsonl", {"messages": messages[:5]})
+    (row,) = load(path, qwen, renderer="qwen3").rows
+    thinking = turn.get("reasoning_content", "two and two")
+    assert learned_text(row, qwen)[-1] == f"<think>\n{thinking}\n</think>\n\nit is 4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("reasoning", "two and two", "name it reasoning_content"),
+        ("thinking", "two and two", "name it reasoning_content"),
+        ("function_call", {"name": "calculate", "arguments": "{}"}, "one of tool_calls"),
+        ("weight", 0, "a prompt of the turns before"),
+    ],
+)
+def test_a_key_that_no_format_reads_is_refused(tmp_path, qwen, key, value, fix):
+    path = write(tmp_path / "a.jsonl", {"messages": [*TURNS[:4], {**TURNS[4], key: value}]})
+    with pytest.raises(DataError, match=f"line 1: '{key}' of message 5 is not read.*{fix}"):
+        load(path, qwen, renderer="qwen3")
+    empty = [{**TURNS[1], "weight": 0}, {**TURNS[4], "weight": 1, "thinking": None}]
+    path = write(tmp_path / "b.jsonl", {"messages": empty})
+    assert len(load(path, qwen, renderer="qwen3").rows) == 1
 
 
 def test_a_prompt_and_its_response_are_one_turn(tmp_path, qwen):

@@ -96,3 +96,11 @@ def test_a_turn_that_the_format_does_not_end_is_refused():
     messages = [*ANSWERED, {"role": "system", "content": "be brief"}, *CALLED]
     with pytest.raises(ValueError, match="end of message 4 before one with role = 'system'"):
         chat_of("glm-5")[0].demonstration(messages, TOOLS)
+
+
+def test_thinking_that_is_written_but_not_learned_is_refused():
+    # without reasoning_effort, hy3 writes it into the prompt
+    messages = [user, {"role": "assistant", "content": "four", "reasoning_content": "let me see"}]
+    with pytest.raises(ValueError, match="thinking of message 2.*remove the thinking"):
+        chat_of("hy3")[0].demonstration(messages)
+    assert learned_texts("glm-5", messages) == ["let me see</think>four<|user|>"]
