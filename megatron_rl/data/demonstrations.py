@@ -153,7 +153,8 @@ def load_demonstrations(
     rows, errors, num_long = [], [], 0
     for number, raw in read_rows(Path(path)):
         try:
-            row = reader.read(number, parse_line(raw) if isinstance(raw, bytes) else raw)
+            values = parse_line(raw) if isinstance(raw, bytes) else without_nulls(raw)
+            row = reader.read(number, values)
             if len(row.tokens) <= sft.max_row_tokens:
                 rows.append(row)
             elif data.on_long_prompt == "drop":
@@ -222,7 +223,6 @@ class RowReader:
                 return self._plain(messages[-1]["content"], response)
             messages.append({"role": "assistant", "content": response})
         assert self.render is not None
-        # null fields: in parquet every message has the fields of all messages
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         return self.render(messages, tools_of(row), last_only=last_only)
 
@@ -243,6 +243,15 @@ def is_conversation(value: Sequence[Any]) -> bool:
         and all(isinstance(message, dict) for message in value)
         and value[-1].get("role") == "assistant"
     )
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a parquet column without the null fields of its objects: a column has the
+    fields of the objects in all rows, so that an argument that a call lacks is read as null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_keys(messages: Sequence[Mapping[str, object]]) -> None:

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_rl.batch.pack import pack
@@ -127,6 +129,33 @@ def test_a_prompt_and_its_response_are_one_turn(tmp_path, qwen):
     first = qwen.decode(file.rows[0].tokens)
     assert first.startswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
     assert learned_text(file.rows[0], qwen)[0].endswith("4<|im_end|>")
+
+
+def test_arguments_that_other_rows_have_are_not_learned_as_null(tmp_path, qwen):
+    def row(name, arguments, tool):
+        function = {"name": name, "arguments": arguments}
+        call = {"id": "x", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [TURNS[1], turn], "tools": [{"type": "function", "function": tool}]}
+
+    def tool(name, **properties):
+        return {"name": name, "parameters": {"type": "object", "properties": properties}}
+
+    rows = [
+        row("add", {"a": 2, "b": [1]}, tool("add", a={"type": "integer"}, b={"type": "array"})),
+        row("find", {"city": {"name": "Rome"}}, tool("find", city={"type": "object"})),
+    ]
+    written = write(tmp_path / "a.jsonl", *rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    texts = [
+        [qwen.decode(row.tokens) for row in load(path, qwen, renderer="qwen3").rows]
+        for path in (written, tmp_path / "a.parquet")
+    ]
+    assert texts[0] == texts[1] and "null" not in texts[0][0]
+    # in JSON null is a value
+    path = write(tmp_path / "b.jsonl", row("find", {"city": None}, tool("find")))
+    (null,) = load(path, qwen, renderer="qwen3").rows
+    assert '"arguments": {"city": null}' in qwen.decode(null.tokens)
 
 
 def test_earlier_turns_of_a_prompt_are_not_learned(tmp_path, qwen):
