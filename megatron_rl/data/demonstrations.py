@@ -45,6 +45,7 @@ CONVERSATION_KEYS = ("messages", *(key for key in PROMPT_KEYS if key != "message
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 """The keys that "auto" tries, in this order."""
 
+NO_TEMPLATE = DataConfig.model_fields["template"].default
 NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
     "reasoning": ((), "name it reasoning_content"),
     "thinking": ((), "name it reasoning_content"),
@@ -210,6 +211,12 @@ class RowReader:
             if not self.data.chat_template:
                 raise DataError(
                     f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
+                )
+            if self.data.template != NO_TEMPLATE:
+                raise DataError(
+                    f"{self.prompt_key!r} is a conversation, on which template ="
+                    f" {self.data.template!r} (of data, its source or eval) has no effect; remove"
+                    " it, or write the row as a prompt and a response"
                 )
             check_keys(value)
             messages = value

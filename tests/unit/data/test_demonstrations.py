@@ -199,6 +199,16 @@ def test_a_broken_row_is_named(tmp_path, row, settings, message):
         load(path, make_tokenizer(), **settings)
 
 
+def test_a_template_is_refused_where_it_would_have_no_effect(tmp_path, qwen):
+    data = {"template": "Q: {prompt}"}
+    path = write(tmp_path / "a.jsonl", {"messages": TURNS})
+    with pytest.raises(DataError, match=r"'messages' is a conversation, on which template = 'Q: "):
+        load(path, qwen, renderer="qwen3", data=data)
+    path = write(tmp_path / "b.jsonl", {"prompt": [TURNS[1]], "response": "4"})
+    (row,) = load(path, qwen, renderer="qwen3", data=data).rows
+    assert "Q: 2+2?" in qwen.decode(row.tokens)
+
+
 def test_messages_of_an_unknown_role_and_broken_tools_are_named(tmp_path, qwen):
     wrong = [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]
     path = write(tmp_path / "a.jsonl", {"messages": wrong}, {"messages": TURNS, "tools": "{"})
