@@ -205,21 +205,12 @@ class RowReader:
 
     def _tokens(self, row: JsonRow) -> tuple[Sequence[int], Sequence[bool]]:
         value = required(row, self.prompt_key)
-        last_only = not (isinstance(value, list) and is_conversation(value))
-        if not last_only:
+        last_only = True  # the earlier turns of a prompt are not learned
+        if isinstance(value, list) and is_conversation(value):
+            last_only = False
             check_no_media(row)
-            if not self.data.chat_template:
-                raise DataError(
-                    f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
-                )
-            if self.data.template != NO_TEMPLATE:
-                raise DataError(
-                    f"{self.prompt_key!r} is a conversation, on which template ="
-                    f" {self.data.template!r} (of data, its source or eval) has no effect; remove"
-                    " it, or write the row as a prompt and a response"
-                )
-            check_keys(value)
             messages = value
+            self._check_conversation(messages)
         else:
             messages = prompt_messages(row, self.prompt_key, self.data)
             response = required(row, self.response_key)
@@ -232,6 +223,19 @@ class RowReader:
         assert self.render is not None
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         return self.render(messages, tools_of(row), last_only=last_only)
+
+    def _check_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        if not self.data.chat_template:
+            raise DataError(
+                f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
+            )
+        if self.data.template != NO_TEMPLATE:
+            raise DataError(
+                f"{self.prompt_key!r} is a conversation, on which template = {self.data.template!r}"
+                " (of data, its source or eval) has no effect; remove it, or write the row as a"
+                " prompt and a response"
+            )
+        check_keys(messages)
 
     def _plain(self, prompt: str, response: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a prompt, and those that the model writes, up to its end token.
