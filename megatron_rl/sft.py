@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.config.rules.no_effect import check_read_by_sft
 from megatron_rl.config.rules.sft_rules import DEFAULTS, check_is_sft
 from megatron_rl.launch.exit_codes import BAD_CONFIG
 from megatron_rl.launch.log_lines import LogLines
@@ -69,6 +70,7 @@ def run(argv: list[str] | None) -> int:
     try:
         cfg = load_config(arguments.config, overrides, defaults=DEFAULTS)
         check_is_sft(cfg)
+        check_read_by_sft(cfg)
     except ConfigError as error:
         LogLines(arguments.log_format or "text").print_error(
             f"{PROGRAM}: {error}", error="ConfigError"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -45,13 +45,28 @@ CONVERSATION_KEYS = ("messages", *(key for key in PROMPT_KEYS if key != "message
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 """The keys that "auto" tries, in this order."""
 
-Render: TypeAlias = Callable[
-    [Sequence[Mapping[str, object]], Sequence[Mapping[str, object]]],
-    tuple[Sequence[int], Sequence[bool]],
-]
-"""(messages, tools) -> (tokens [S], which of them are learned [S]); ValueError for messages that
-cannot be written.
+NO_TEMPLATE = DataConfig.model_fields["template"].default
+NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
+    "reasoning": ((), "name it reasoning_content"),
+    "thinking": ((), "name it reasoning_content"),
+    "function_call": ((), "write it as one of tool_calls"),
+    "weight": ((1,), "make a prompt of the turns before, and a response of the one to learn"),
+}
+"""Keys of a turn that no format reads, and without which it would be another one -> (values that
+change nothing, what to do).
 """
+Objects: TypeAlias = Sequence[Mapping[str, object]]
+
+
+class Render(Protocol):
+    """Writes messages in the model's chat format."""
+
+    def __call__(
+        self, messages: Objects, tools: Objects, *, last_only: bool
+    ) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return tokens [S], and which of them are learned [S]: those of the assistant's turns, or
+        of the last.  Raises ValueError for messages that cannot be written.
+        """
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,8 @@ def load_demonstrations(
     rows, errors, num_long = [], [], 0
     for number, raw in read_rows(Path(path)):
         try:
-            row = reader.read(number, parse_line(raw) if isinstance(raw, bytes) else raw)
+            values = parse_line(raw) if isinstance(raw, bytes) else without_nulls(raw)
+            row = reader.read(number, values)
             if len(row.tokens) <= sft.max_row_tokens:
                 rows.append(row)
             elif data.on_long_prompt == "drop":
@@ -189,13 +205,12 @@ class RowReader:
 
     def _tokens(self, row: JsonRow) -> tuple[Sequence[int], Sequence[bool]]:
         value = required(row, self.prompt_key)
+        last_only = True  # the earlier turns of a prompt are not learned
         if isinstance(value, list) and is_conversation(value):
+            last_only = False
             check_no_media(row)
-            if not self.data.chat_template:
-                raise DataError(
-                    f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
-                )
             messages = value
+            self._check_conversation(messages)
         else:
             messages = prompt_messages(row, self.prompt_key, self.data)
             response = required(row, self.response_key)
@@ -206,9 +221,21 @@ class RowReader:
                 return self._plain(messages[-1]["content"], response)
             messages.append({"role": "assistant", "content": response})
         assert self.render is not None
-        # null fields: in parquet every message has the fields of all messages
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        return self.render(messages, tools_of(row))
+        return self.render(messages, tools_of(row), last_only=last_only)
+
+    def _check_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        if not self.data.chat_template:
+            raise DataError(
+                f"{self.prompt_key!r} is a conversation, which needs data.chat_template = true"
+            )
+        if self.data.template != NO_TEMPLATE:
+            raise DataError(
+                f"{self.prompt_key!r} is a conversation, on which template = {self.data.template!r}"
+                " (of data, its source or eval) has no effect; remove it, or write the row as a"
+                " prompt and a response"
+            )
+        check_keys(messages)
 
     def _plain(self, prompt: str, response: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a prompt, and those that the model writes, up to its end token.
@@ -227,6 +254,27 @@ def is_conversation(value: Sequence[Any]) -> bool:
         and all(isinstance(message, dict) for message in value)
         and value[-1].get("role") == "assistant"
     )
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a parquet column without the null fields of its objects: a column has the
+    fields of the objects in all rows, so that an argument that a call lacks is read as null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def check_keys(messages: Sequence[Mapping[str, object]]) -> None:
+    """Raise DataError for a turn of the assistant with a key that would be lost."""
+    for index, message in enumerate(messages):
+        for key, (harmless, fix) in NOT_READ.items():
+            value = message.get(key) if message.get("role") == "assistant" else None
+            if value not in (None, "", *harmless):
+                raise DataError(
+                    f"{key!r} of message {index + 1} is not read, and the turn would be learned"
+                    f" without it, got {value!r:.40}; {fix}"
+                )
 
 
 def tools_of(row: JsonRow) -> list[Mapping[str, object]]:

@@ -107,8 +107,15 @@ def load_files(cfg: Config) -> tuple[DemonstrationFiles, DemonstrationFiles]:
             except DataError as error:
                 errors.append(str(error))
 
-    train = dict(load(train_files(cfg.data)))
-    sets = dict(load({name: eval_file(cfg, name) for name in cfg.eval.sets}))
+    places = train_files(cfg.data)
+    set_places = {name: eval_file(cfg, name) for name in cfg.eval.sets}
+    is_of_run = any(path.is_dir() for path, *_ in (*places.values(), *set_places.values()))
+    if cfg.sft.min_reward is not None and not is_of_run:
+        errors.append(
+            f"sft.min_reward = {cfg.sft.min_reward:g} has no effect on rows of files; remove it, or"
+            " name the folder of a run in data.train"
+        )
+    train, sets = dict(load(places)), dict(load(set_places))
     if errors:
         raise DataError("\n".join(errors))
     return train, sets

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_rl.config.all_sections import AllSections
-from megatron_rl.config.sections import AgentConfig
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.sections import AgentConfig, RewardConfig, RolloutConfig
 
 FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
 """Defaults of earlier versions, as in the config.toml of their runs: no user set them."""
@@ -13,7 +16,23 @@ Need = tuple[str, bool, str, str]
 
 def check_no_effect(cfg: AllSections) -> None:
     """Raise ValueError for the first setting without effect, with the setting that it needs."""
-    for names, is_read, because, fix in needs(cfg):
+    for problem in problems(cfg, needs(cfg)):
+        raise ValueError(problem)
+
+
+def check_read_by_sft(cfg: AllSections) -> None:
+    """Raise ConfigError for settings without effect in `megatron-rl sft`.
+
+    Not when a configuration is loaded: `megatron-rl evaluate --run` reads them from that of the
+    run, and from its own options.
+    """
+    if lines := list(problems(cfg, sft_needs())):
+        raise ConfigError("\n".join(lines))
+
+
+def problems(cfg: AllSections, rows: list[Need]) -> Iterator[str]:
+    """Yield what is wrong with the settings that `rows` name."""
+    for names, is_read, because, fix in rows:
         section, _, keys = names.partition(".")
         values = getattr(cfg, section)
         for key in keys.split():
@@ -21,9 +40,7 @@ def check_no_effect(cfg: AllSections) -> None:
             default = type(values).model_fields[key].get_default(call_default_factory=True)
             # a default passes: dump_config writes defaults too, and load_config reads them back
             if not is_read and value not in (default, FORMER.get(name)):
-                raise ValueError(
-                    f"{name} = {value} has no effect with {because}; remove it, or set {fix}"
-                )
+                yield f"{name} = {value} has no effect with {because}; remove it, or set {fix}"
 
 
 def needs(cfg: AllSections) -> list[Need]:
@@ -105,6 +122,33 @@ def data_needs(cfg: AllSections) -> list[Need]:
             or any(teacher.teach == "failures" for teacher in cfg.teachers.by_name.values()),
             "data.sampling = uniform, one file in data.train and no teacher of failures",
             "data.sampling = pass_rate, tables [[data.train]], or teach = failures of a teacher",
+        ),
+    ]  # fmt: skip
+
+
+def sft_needs() -> list[Need]:
+    """Return the settings that `megatron-rl sft` does not read."""
+    evaluate = "it for megatron-rl evaluate, as an option --section.key VALUE"
+    return [
+        (
+            "data.max_prompt_tokens", False,
+            "megatron-rl sft, where a prompt is a part of a row", "sft.max_row_tokens",
+        ),
+        (
+            "data.max_metadata_bytes", False,
+            "megatron-rl sft, which keeps no metadata", "it for megatron-rl train",
+        ),
+        (
+            "eval.samples pass_at temperature top_p top_k min_p max_response_tokens label_key",
+            False, "megatron-rl sft, whose evaluation is a loss", evaluate,
+        ),
+        (
+            f"reward.{' '.join(RewardConfig.model_fields)}", False,
+            "megatron-rl sft, which scores nothing", evaluate,
+        ),
+        (
+            f"rollout.{' '.join(RolloutConfig.model_fields)}", False,
+            "megatron-rl sft, which has no servers", evaluate,
         ),
     ]  # fmt: skip
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, cast
-
-import numpy as np
 
 from megatron_rl.launch.log_lines import encodable
 from megatron_rl.rollout.agents.known_texts import KnownTexts
+from megatron_rl.rollout.agents.learned import LearnedTurns
 from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN
 
 if TYPE_CHECKING:
@@ -201,33 +200,29 @@ class Chat:
         return rendered
 
     def demonstration(
-        self, messages: Sequence[Message], tools: Sequence[Schema] = ()
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, last_only: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a complete conversation, and which of them the model would sample:
-        those of the assistant's turns, with the tokens that end them.
+        """Return the tokens of a complete conversation, and which of them are learned: those that
+        the model would sample in the assistant's turns, or in the last, with those that end them.
 
-        Raises ValueError for messages that the format cannot hold or whose thinking it leaves out,
-        and for a format that does not say what is sampled.
+        Raises ValueError for messages that the format cannot hold, for learned turns that it writes
+        without their thinking or their end, and for a format that does not say what is sampled.
         """
-        rendered = self._rendered(messages, tools, add_generation_prompt=False)
-        if len(rendered.sampled_mask) != len(rendered.token_ids):
-            raise ValueError(
-                f"agent.renderer = {self.name!r} does not say which tokens the model samples: it"
-                " cannot be used for SFT; use the format of the model's family"
-            )
-        for index, message in enumerate(messages):
-            thinking = str(message.get("reasoning_content") or "").strip()
-            if not thinking:
-                continue
-            is_its = np.asarray(rendered.message_indices) == index
-            if thinking not in self._tokenizer.decode(np.asarray(rendered.token_ids)[is_its]):
-                raise ValueError(
-                    f"messages: agent.renderer = {self.name!r} leaves out the thinking of message"
-                    f" {index + 1}, as it does when the model is served: the turn would be learned"
-                    " without it; make a row that ends with this turn, and remove reasoning_content"
-                    " from the turns before"
-                )
-        return list(rendered.token_ids), [bool(flag) for flag in rendered.sampled_mask]
+        turns = LearnedTurns(
+            self.name,
+            lambda messages: self._rendered(messages, tools, add_generation_prompt=False),
+            self._tokenizer.decode,
+            self.stop_token_ids,
+            self._opening,
+        )
+        return turns.read([to_format(message) for message in messages], last_only=last_only)
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """Tokens that open the model's turn, after a question."""
+        question = [{"role": "user", "content": "a"}]
+        alone = self._rendered(question, (), add_generation_prompt=False)
+        return self.render(question)[len(alone.token_ids) :]
 
     def continuation(
         self,

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_rl import sft, train
 from megatron_rl.config import ConfigError, dump_config, load_config, load_rl_or_sft
+from megatron_rl.config.rules.no_effect import check_read_by_sft
 from megatron_rl.config.rules.sft_rules import DEFAULTS, NEEDED
 from megatron_rl.plan import dry_run
 
@@ -105,6 +107,31 @@ def test_a_loss_by_name_decides_before_a_section(tmp_path):
     assert load_rl_or_sft(path).is_sft
     assert not load_rl_or_sft(path, ["--loss.name", "grpo"]).is_sft
     assert load_rl_or_sft(None, ["--data.train=x", "--model.path=x", "--sft.epochs=2"]).is_sft
+
+
+UNREAD = {
+    "data.max_prompt_tokens": 512, "data.max_metadata_bytes": 1, "eval.samples": 8,
+    "eval.pass_at": (2,), "eval.temperature": 0.5, "eval.top_p": 0.9, "eval.top_k": 5,
+    "eval.min_p": 0.1, "eval.max_response_tokens": 9, "eval.label_key": "x",
+    "reward.function": "a:b", "reward.num_workers": 2, "rollout.urls": ("http://x:1",),
+    "rollout.max_response_tokens": 77, "rollout.num_servers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_the_command_refuses_settings_that_it_does_not_read(tmp_path, capsys, name):
+    section, _, key = name.partition(".")
+    cfg = load(**{section: {key: UNREAD[name]}})  # megatron-rl evaluate reads it
+    path = tmp_path / "config.toml"
+    path.write_text(dump_config(cfg))
+    assert sft.run(["--config", str(path)]) == 2
+    assert f"{name} = {UNREAD[name]} has no effect with megatron-rl sft" in capsys.readouterr().err
+
+
+def test_the_settings_of_the_guide_and_of_the_recipes_are_read_by_the_command():
+    for path in [Path("examples/coding_agent/sft.toml"), *Path("megatron_rl").rglob("*sft.toml")]:
+        check_read_by_sft(load_config(path, defaults=DEFAULTS))
+    check_read_by_sft(load(sft={"epochs": 2.0}, eval={"sets": {"a": "b"}, "max_prompts": 4}))
 
 
 def test_each_command_refuses_the_other_ones_loss(tmp_path, capsys):

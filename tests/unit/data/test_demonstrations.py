@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_rl.batch.pack import pack
@@ -80,13 +82,43 @@ def test_a_packed_row_has_the_learned_tokens_in_its_mask(tmp_path, qwen):
     assert int(batch.response_lengths[0]) == len(labels)
 
 
-def test_thinking_that_the_format_would_leave_out_is_refused(tmp_path, qwen):
-    messages = [dict(message) for message in TURNS]
-    messages[4]["reasoning_content"] = "four"
-    with pytest.raises(
-        DataError, match=r"line 1: messages: .* leaves out the thinking of message 5"
-    ):
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"reasoning_content": "two and two"},
+        {"reasoning_content": "4"},  # it occurs in the answer, too
+        {"content": "<think>\ntwo and two\n</think>\n\nit is 4"},
+        {"content": [{"type": "text", "text": "two and two</think>it is 4"}]},
+    ],
+)
+def test_thinking_that_the_format_would_leave_out_is_refused(tmp_path, qwen, turn):
+    messages = [*TURNS[:4], TURNS[4] | turn, *TURNS[5:]]
+    refusal = r"line 1: messages: .* leaves out the thinking of message 5.*ends with this turn"
+    with pytest.raises(DataError, match=refusal):
         load(write(tmp_path / "a.jsonl", {"messages": messages}), qwen, renderer="qwen3")
+    # a row that ends with this turn has it
+    path = write(tmp_path / "b.jsonl", {"messages": messages[:5]})
+    (row,) = load(path, qwen, renderer="qwen3").rows
+    thinking = turn.get("reasoning_content", "two and two")
+    assert learned_text(row, qwen)[-1] == f"<think>\n{thinking}\n</think>\n\nit is 4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("reasoning", "two and two", "name it reasoning_content"),
+        ("thinking", "two and two", "name it reasoning_content"),
+        ("function_call", {"name": "calculate", "arguments": "{}"}, "one of tool_calls"),
+        ("weight", 0, "a prompt of the turns before"),
+    ],
+)
+def test_a_key_that_no_format_reads_is_refused(tmp_path, qwen, key, value, fix):
+    path = write(tmp_path / "a.jsonl", {"messages": [*TURNS[:4], {**TURNS[4], key: value}]})
+    with pytest.raises(DataError, match=f"line 1: '{key}' of message 5 is not read.*{fix}"):
+        load(path, qwen, renderer="qwen3")
+    empty = [{**TURNS[1], "weight": 0}, {**TURNS[4], "weight": 1, "thinking": None}]
+    path = write(tmp_path / "b.jsonl", {"messages": empty})
+    assert len(load(path, qwen, renderer="qwen3").rows) == 1
 
 
 def test_a_prompt_and_its_response_are_one_turn(tmp_path, qwen):
@@ -97,6 +129,43 @@ def test_a_prompt_and_its_response_are_one_turn(tmp_path, qwen):
     first = qwen.decode(file.rows[0].tokens)
     assert first.startswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
     assert learned_text(file.rows[0], qwen)[0].endswith("4<|im_end|>")
+
+
+def test_arguments_that_other_rows_have_are_not_learned_as_null(tmp_path, qwen):
+    def row(name, arguments, tool):
+        function = {"name": name, "arguments": arguments}
+        call = {"id": "x", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [TURNS[1], turn], "tools": [{"type": "function", "function": tool}]}
+
+    def tool(name, **properties):
+        return {"name": name, "parameters": {"type": "object", "properties": properties}}
+
+    rows = [
+        row("add", {"a": 2, "b": [1]}, tool("add", a={"type": "integer"}, b={"type": "array"})),
+        row("find", {"city": {"name": "Rome"}}, tool("find", city={"type": "object"})),
+    ]
+    written = write(tmp_path / "a.jsonl", *rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    texts = [
+        [qwen.decode(row.tokens) for row in load(path, qwen, renderer="qwen3").rows]
+        for path in (written, tmp_path / "a.parquet")
+    ]
+    assert texts[0] == texts[1] and "null" not in texts[0][0]
+    # in JSON null is a value
+    path = write(tmp_path / "b.jsonl", row("find", {"city": None}, tool("find")))
+    (null,) = load(path, qwen, renderer="qwen3").rows
+    assert '"arguments": {"city": null}' in qwen.decode(null.tokens)
+
+
+def test_earlier_turns_of_a_prompt_are_not_learned(tmp_path, qwen):
+    earlier = {**TURNS[4], "reasoning_content": "that qwen3 leaves out"}
+    asked = [*TURNS[:2], earlier, TURNS[5]]
+    path = write(tmp_path / "a.jsonl", {"prompt": asked, "response": "yes"})
+    (row,) = load(path, qwen, renderer="qwen3").rows
+    assert learned_text(row, qwen) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
+    text = qwen.decode(row.tokens)
+    assert "it is 4<|im_end|>" in text and text.count("<|im_start|>assistant") == 2
 
 
 def test_plain_texts_are_encoded_apart_and_end_with_eos(tmp_path):
@@ -128,6 +197,16 @@ def test_a_broken_row_is_named(tmp_path, row, settings, message):
     path = write(tmp_path / "a.jsonl", row)
     with pytest.raises(DataError, match=re.escape(message)):
         load(path, make_tokenizer(), **settings)
+
+
+def test_a_template_is_refused_where_it_would_have_no_effect(tmp_path, qwen):
+    data = {"template": "Q: {prompt}"}
+    path = write(tmp_path / "a.jsonl", {"messages": TURNS})
+    with pytest.raises(DataError, match=r"'messages' is a conversation, on which template = 'Q: "):
+        load(path, qwen, renderer="qwen3", data=data)
+    path = write(tmp_path / "b.jsonl", {"prompt": [TURNS[1]], "response": "4"})
+    (row,) = load(path, qwen, renderer="qwen3", data=data).rows
+    assert "Q: 2+2?" in qwen.decode(row.tokens)
 
 
 def test_messages_of_an_unknown_role_and_broken_tools_are_named(tmp_path, qwen):

@@ -71,6 +71,11 @@ def test_a_source_may_be_the_folder_of_a_run(material, tmp_path):
     assert sorted({row.source for row in taken}) == ["best", "rows"]
 
 
+def test_a_least_reward_without_the_folder_of_a_run_is_refused(material, tmp_path):
+    with pytest.raises(DataError, match=r"^sft.min_reward = 0.5 has no effect on rows of files"):
+        read_rows(configuration(material, tmp_path, sft={"min_reward": 0.5}))
+
+
 def test_errors_of_all_files_are_reported_together(material, tmp_path):
     write(tmp_path / "a.jsonl", [{"prompt": "a"}])
     write(tmp_path / "b.jsonl", [{"prompt": "a", "answer_to": "b"}])
