@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+import numpy as np
+
 from megatron_rl_viewer.index_rows import rollout_key
 
 MAX_LIMIT = 1000
@@ -41,6 +43,8 @@ class Column:
     kind: Literal["number", "text", "share"]
     sql: str | None
     """The expression to filter and sort by; None for texts, which are searched instead."""
+    is_float32: bool = False
+    """True where recorded values are float32, so that 0.7 is 0.699999988."""
 
 
 ROLLOUT_COLUMNS = {
@@ -48,8 +52,8 @@ ROLLOUT_COLUMNS = {
     "id": Column("id", "text", "id"),
     "prompt": Column("prompt", "text", None),
     "response": Column("response", "text", None),
-    "reward": Column("reward", "number", "reward"),
-    "advantage": Column("advantage", "number", "advantage"),
+    "reward": Column("reward", "number", "reward", is_float32=True),
+    "advantage": Column("advantage", "number", "advantage", is_float32=True),
     "length": Column("tokens", "number", "length"),
     "kl": Column("KL(mu, pi_old)", "number", "kl"),
     "max_log_ratio": Column("largest log-ratio", "number", "max_log_ratio"),
@@ -69,9 +73,9 @@ GROUP_COLUMNS = {
     "step": Column("step", "number", "step"),
     "prompt": Column("prompt", "text", None),
     "count": Column("responses", "number", "count"),
-    "reward_mean": Column("mean reward", "number", "reward_mean"),
-    "reward_min": Column("least reward", "number", "reward_min"),
-    "reward_max": Column("largest reward", "number", "reward_max"),
+    "reward_mean": Column("mean reward", "number", "reward_mean", is_float32=True),
+    "reward_min": Column("least reward", "number", "reward_min", is_float32=True),
+    "reward_max": Column("largest reward", "number", "reward_max", is_float32=True),
     "length_mean": Column("mean tokens", "number", "length_mean"),
     "kl": Column("KL(mu, pi_old)", "number", "kl"),
     "flip_frac": Column("flips", "share", "flip_frac"),
@@ -250,7 +254,9 @@ def filter_value(name: object, column: Column, value: str | int | float | bool) 
     if column.kind == "text" and column.sql != "version":
         return usable_text("filter", value)
     try:
-        return float(value)
+        number = float(value)
+        with np.errstate(over="ignore"):  # above float32: infinite, as a reward would be
+            return float(np.float32(number)) if column.is_float32 else number
     except (ValueError, OverflowError):
         raise QueryError(
             f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308"
