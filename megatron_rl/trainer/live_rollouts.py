@@ -40,7 +40,6 @@ from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill as refill_groups
 from megatron_rl.rollout.unique_ids import with_unique_ids
-from megatron_rl.trainer.first_rewards import first_rewards_warning
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
@@ -82,8 +81,6 @@ class LiveRollouts(RolloutSource):
 
     def __post_init__(self) -> None:
         self.restarts = 0  # restarts of servers that were reported
-        # the step whose rewards are checked before its first update
-        self.first_step: int | None = None
         self.missing_routes = MissingRoutes(self.cfg)
         self.scheduler = Scheduler(
             self.cfg,
@@ -99,7 +96,6 @@ class LiveRollouts(RolloutSource):
         """Send the weights, then check parity: the engine's log-probs of a few sampled responses
         against the servers'.
         """
-        self.first_step = first_step
         # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
         self.meter.enter("parity check: sampling")
@@ -121,11 +117,6 @@ class LiveRollouts(RolloutSource):
     def sample(self, step: int) -> list[RolloutGroup]:
         self.serve()
         prompts, groups = self.draw(self.scheduler.take, step)
-        if step == self.first_step:
-            plain = without_routes(groups)
-            warning = first_rewards_warning(plain, self.cfg.run_dir, self.parallel.host_group)
-            if warning is not None:
-                self.console.log(warning)
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):

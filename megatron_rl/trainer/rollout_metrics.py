@@ -251,13 +251,15 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
         variance = square - all_metrics["rollout/reward_mean"] ** 2
         # max in this order, so that NaN stays NaN: no reward is known
         all_metrics["rollout/reward_std"] = max(variance, 0.0) ** 0.5
+    if (advantage := all_metrics.pop("rollout/advantage_max", None)) is not None:
+        all_metrics["rollout/zero_advantages"] = float(advantage == 0)
     if (largest := all_metrics.pop("rollout/negative_reward_max", None)) is not None:
         all_metrics["rollout/reward_min"] = -largest
+        # a teacher, a penalty or a metric may teach where every reward is 0
         all_metrics["rollout/zero_rewards"] = float(
             all_metrics["rollout/reward_min"] == all_metrics["rollout/reward_max"] == 0
+            and not advantage
         )
-    if (largest := all_metrics.pop("rollout/advantage_max", None)) is not None:
-        all_metrics["rollout/zero_advantages"] = float(largest == 0)
     weight_square = all_metrics.pop("train/is_weight_square_mean", None)
     if weight_square is not None:
         weight = all_metrics["train/is_weight_mean"]

@@ -180,30 +180,6 @@ def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
     assert "rollout/sampling_rounds" not in found
 
 
-@pytest.mark.parametrize(
-    ("rewards", "cause"),
-    [
-        ((0.0, 0.0, 0.0, 0.0), "every response of this step has reward 0,"),
-        ((1.0, 1.0, 1.0, 1.0), "has reward 1, which teaches nothing: the reward function may acc"),
-        ((0.25, 0.25, np.nan, 0.25), "has reward 0.25, which"),
-        ((0.0, 0.0, 0.0, 1.0), ""),
-        ((np.nan,) * 4, ""),
-    ],
-)
-def test_equal_rewards_of_the_first_step_are_named_before_its_update(live, rewards, cause):
-    """Of the first step of this start only: later ones count in rollout/zero_advantages."""
-    source, calls = live(rewards=[*rewards, *rewards])
-    source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
-    source.first_step = 5
-    for step in (5, 6):
-        source.sample(step)
-    logged = [args[0] for name, args, _ in calls if name == "log"]
-    assert len(logged) == bool(cause) and cause in "".join(logged)
-    if cause:
-        assert logged[0].startswith("WARNING before the first update: ")
-        assert calls.names.index("log") < len(calls) - 1, "before the second step is scored"
-
-
 def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live):
     source, calls = live(rollout={"weight_update": "in_place", "max_staleness": 1})
     source.scheduler.take = lambda *args: (
