@@ -89,7 +89,9 @@ class MixedPrompts(PromptStream):
 
     @property
     def is_endless(self) -> bool:
-        return all(source.is_endless for source in self.sources)
+        # a dropped source is passed over, one that stops ends the mixture
+        stops = any(part.when_used_up == "stop" for part in self.parts)
+        return not stops and any(source.is_endless for source in self.sources)
 
     def _next(self) -> Prompt | None:
         # a dropped source is asked again and again: it is used up, which costs nothing
