@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megatron_rl.batch.transfer import in_node_memory
 from megatron_rl.config import Config
+from megatron_rl.config.exact import as_written
 from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
@@ -389,4 +390,5 @@ def num_prompts(cfg: Config, dp_size: int) -> int:
     """Return the number of prompts that are sampled for a step, over all replicas:
     run.prompts_per_step, and more with rollout.over_sample.
     """
-    return math.ceil(cfg.run.prompts_per_step // dp_size * (1 + cfg.rollout.over_sample)) * dp_size
+    share = cfg.run.prompts_per_step // dp_size
+    return math.ceil(share * (1 + as_written(cfg.rollout.over_sample))) * dp_size
