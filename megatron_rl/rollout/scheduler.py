@@ -93,11 +93,6 @@ class Scheduler:
         """Number of groups of a step on each replica."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
 
-    @property
-    def trains_on_all(self) -> bool:
-        """True if every group that is started is trained on: over_sample drops none."""
-        return not self.cfg.rollout.over_sample or self.cfg.rollout.partial == "resume"
-
     def take(self, step: int, version: int) -> Sampled:
         """Return the groups of `step`, which starts from the servers' weights `version`."""
         # the last steps of a run have fewer steps after them
@@ -227,7 +222,7 @@ class Scheduler:
                 ready = self._complete()[:share]
                 advance(len(ready) - shown)
                 shown = len(ready)
-                if shown < share and self.trains_on_all:
+                if shown < share and self.cfg.rollout.trains_on_all:
                     self.score([group for group in ready if group.scored is None])
 
             self.inference.wait(version, show, lambda: self._are_complete(share))
