@@ -43,7 +43,6 @@ from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
-    count_discarded,
     count_requests_to_teachers,
     count_step,
     pass_counts,
@@ -193,10 +192,8 @@ class LiveRollouts(RolloutSource):
         self.scheduler.step_done()
         if self.leader is not None:
             # not earlier: what the weight sync cut short belongs to this step
-            totals = self.leader.client.counters.totals()
-            for name, count in totals.items():
+            for name, count in self.leader.client.counters.totals().items():
                 self.meter.sums.add_total(name, count)
-            count_discarded(self.meter.sums, totals)
             if (teachers := self.leader.client.teachers) is not None:
                 count_requests_to_teachers(self.meter.sums, teachers, self.parallel)
         if self.parallel.rank == 0:  # the same on every rank

@@ -264,6 +264,7 @@ class Trainer:
             metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
             # not reduced: time/* are rank 0's, which alone reports them
             metrics |= self.meter.take_times()
+            totals = self.checkpoint_policy.add_previous_totals(metrics)
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
             for name, value in ({} if mismatch is None else vars(mismatch)).items():
@@ -271,7 +272,6 @@ class Trainer:
                     per_layer[f"routing/{name}"] = value
                 else:
                     metrics[f"routing/{name}"] = value
-            totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
             result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
             self.reporter.step(result, totals)

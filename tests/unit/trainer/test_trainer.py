@@ -367,6 +367,21 @@ def test_a_step_reports_what_was_counted_timed_and_compared(made, monkeypatch, r
     assert parts == [("garbage collection", "part"), ("report", "part")]
 
 
+def test_the_mean_length_of_discarded_responses_includes_those_before_a_resume(made, monkeypatch):
+    monkeypatch.setattr(module.gc, "collect", lambda: None)  # slow
+    trainer, _ = made()
+    earlier = {"rollout/stale_tokens_total": 700.0, "rollout/stale_samples_total": 7.0}
+
+    def add_previous_totals(metrics):
+        metrics |= {name: value + metrics[name] for name, value in earlier.items()}
+        return earlier
+
+    trainer.checkpoint_policy.add_previous_totals = add_previous_totals
+    for name, value in zip(earlier, (200, 1), strict=True):
+        trainer.meter.sums.add_total(name, value)
+    assert trainer.report(4, []).metrics["rollout/discarded_length_mean"] == 900 / 8
+
+
 def test_without_a_comparison_of_routes_and_without_failures_the_metrics_are_not_there(
     made, monkeypatch
 ):
