@@ -178,7 +178,9 @@ def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
     assert all(times[f"time/{stage}"] > 0 for stage in ("rollout", "reward", "split"))
     found = metrics(source)
     assert found["rollout/tokens_per_second"] == 50 and found["rollout/cache_hit_frac"] == 0.25
-    assert "rollout/sampling_rounds" not in found
+    assert not {"rollout/sampling_rounds", "rollout/discarded_groups_frac"} & found.keys(), (
+        "metrics of batch.dynamic_sampling alone"
+    )
 
 
 def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live):
