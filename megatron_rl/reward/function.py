@@ -140,7 +140,7 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
 
 def is_finite(value: object) -> bool:
     """Return True for a number that is finite in float32."""
-    return isinstance(value, Real) and bool(abs(value) <= LARGEST)
+    return isinstance(value, Real) and bool(value <= LARGEST and not value < -LARGEST)
 
 
 def failure(error: BaseException) -> Failure:
