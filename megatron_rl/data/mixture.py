@@ -18,11 +18,11 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
+from megatron_rl.config.exact import as_written
 from megatron_rl.data.pass_rates import PassRates
 from megatron_rl.data.prompt_stream import PromptState, PromptStream
 from megatron_rl.data.prompts import PromptSource
@@ -70,7 +70,7 @@ class MixedPrompts(PromptStream):
             for part in parts
         ]
         # times as integers, which do not round: (i 2^32 + hash) / w_s, times what makes it whole
-        weights = [Fraction(repr(part.weight)) for part in parts]
+        weights = [as_written(part.weight) for part in parts]
         scale = math.lcm(*(weight.numerator for weight in weights))
         self._periods = [int(scale / weight) for weight in weights]
         self.drawn = [0] * len(parts)
@@ -89,7 +89,9 @@ class MixedPrompts(PromptStream):
 
     @property
     def is_endless(self) -> bool:
-        return all(source.is_endless for source in self.sources)
+        # a dropped source is passed over, one that stops ends the mixture
+        stops = any(part.when_used_up == "stop" for part in self.parts)
+        return not stops and any(source.is_endless for source in self.sources)
 
     def _next(self) -> Prompt | None:
         # a dropped source is asked again and again: it is used up, which costs nothing

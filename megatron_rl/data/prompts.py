@@ -204,7 +204,7 @@ class PromptSource(PromptStream):
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint,
-            "metadata_crc32": self._metadata_crc32,
+            "row_metadata_crc32": self._row_metadata_crc32,
             "order_crc32": self._order_crc32,
             "returned": self.numbers([*first, *self.returned]),
         }
@@ -225,9 +225,13 @@ class PromptSource(PromptStream):
                 " use a new run directory"
             )
         current = self.state_dict()
-        for key in ("num_prompts", "crc32", "metadata_crc32", "seed", "shuffle"):
+        of_metadata = "row_metadata_crc32"
+        if "metadata_crc32" in state:  # an older checkpoint, and before these there was neither
+            of_metadata = "metadata_crc32"
+            current[of_metadata] = metadata_crc32(self.prompts, with_rows=False)
+        for key in ("num_prompts", "crc32", of_metadata, "seed", "shuffle"):
             value = current[key]
-            if state.get(key, value) != value:  # older checkpoints have no metadata_crc32
+            if state.get(key, value) != value:
                 raise DataError(
                     f"data order: {key} = {value}, the checkpoint was made with {state[key]};"
                     " resume with the same data file, run.seed and data.shuffle, or use a new run"
@@ -275,13 +279,21 @@ class PromptSource(PromptStream):
         return crc
 
     @cached_property
-    def _metadata_crc32(self) -> int:
-        """The CRC-32 of the further columns, which reward functions see; 0 where there are none."""
-        crc = 0
-        for prompt in self.prompts:
-            if prompt.metadata:
-                crc = zlib.crc32(json.dumps(prompt.metadata, sort_keys=True).encode(), crc)
-        return crc
+    def _row_metadata_crc32(self) -> int:
+        return metadata_crc32(self.prompts, with_rows=True)
+
+
+def metadata_crc32(prompts: Sequence[Prompt], *, with_rows: bool) -> int:
+    """Return the CRC-32 of the further columns, which reward functions see; 0 where there are none.
+
+    with_rows: of the numbers of their rows, too, without which columns of another row are equal.
+    """
+    crc = 0
+    for row, prompt in enumerate(prompts):
+        if prompt.metadata:
+            text = json.dumps(prompt.metadata, sort_keys=True)
+            crc = zlib.crc32((f"{row}\0{text}" if with_rows else text).encode(), crc)
+    return crc
 
 
 def check_chat_template(path: Path, config: DataConfig, tokenizer: Tokenizer) -> None:

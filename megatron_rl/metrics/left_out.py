@@ -143,7 +143,7 @@ LEFT_OUT = (
     ),
     LeftOut(
         "rollout/zero_rewards", "steps with all rewards 0", "watch", BATCH,
-        "Every response of the step got 0.",
+        "Every response of the step got 0, and nothing else taught it anything.",
         "Read responses and rewards of such a step: the reward function may not recognise a right"
         " answer, or the task may be too hard for this model.",
         per="steps", bad_above=0.5, line="all rewards 0",

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
@@ -121,7 +122,7 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
             )
         result, metrics = result["reward"], result.get("metrics", {})
     score = float(result)
-    if not abs(score) <= LARGEST:
+    if not is_finite(score):
         raise InvalidResult(f"score {score} is not finite in float32")
     if len(metrics) > MAX_METRICS:
         raise InvalidResult(f"{len(metrics)} metrics of a response: must be at most {MAX_METRICS}")
@@ -135,6 +136,11 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
         if not math.isfinite(value):
             raise InvalidResult(f"metric {name} = {value} is not finite")
     return score, values
+
+
+def is_finite(value: object) -> bool:
+    """Return True for a number that is finite in float32."""
+    return isinstance(value, Real) and bool(value <= LARGEST and not value < -LARGEST)
 
 
 def failure(error: BaseException) -> Failure:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megatron_rl.batch.transfer import in_node_memory
 from megatron_rl.config import Config
+from megatron_rl.config.exact import as_written
 from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
@@ -91,11 +92,6 @@ class Scheduler:
     def share(self) -> int:
         """Number of groups of a step on each replica."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
-
-    @property
-    def trains_on_all(self) -> bool:
-        """True if every group that is started is trained on: over_sample drops none."""
-        return not self.cfg.rollout.over_sample or self.cfg.rollout.partial == "resume"
 
     def take(self, step: int, version: int) -> Sampled:
         """Return the groups of `step`, which starts from the servers' weights `version`."""
@@ -226,7 +222,7 @@ class Scheduler:
                 ready = self._complete()[:share]
                 advance(len(ready) - shown)
                 shown = len(ready)
-                if shown < share and self.trains_on_all:
+                if shown < share and self.cfg.rollout.trains_on_all:
                     self.score([group for group in ready if group.scored is None])
 
             self.inference.wait(version, show, lambda: self._are_complete(share))
@@ -388,4 +384,5 @@ def num_prompts(cfg: Config, dp_size: int) -> int:
     """Return the number of prompts that are sampled for a step, over all replicas:
     run.prompts_per_step, and more with rollout.over_sample.
     """
-    return math.ceil(cfg.run.prompts_per_step // dp_size * (1 + cfg.rollout.over_sample)) * dp_size
+    share = cfg.run.prompts_per_step // dp_size
+    return math.ceil(share * (1 + as_written(cfg.rollout.over_sample))) * dp_size

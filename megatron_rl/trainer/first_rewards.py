@@ -1,4 +1,4 @@
-"""The rewards of a run's first step, before its first update: equal ones teach nothing."""
+"""The rewards of a run's first step, before its first update: equal ones may teach nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce
 from megatron_rl.records import RolloutGroup
+from megatron_rl.trainer.rollout_metrics import teaches_nothing
 
 CAUSES = {
     0.0: "the reward function may not recognise right answers, data.template may ask for another"
@@ -21,17 +22,22 @@ CAUSES = {
 def first_rewards_warning(
     groups: Sequence[RolloutGroup], run_dir: Path, host_group: dist.ProcessGroup
 ) -> str | None:
-    """Return a warning where every scored response of the step has the same reward, else None.
+    """Return a warning where every scored response of the step has the same reward and no group
+    teaches anything, else None.
 
-    Collective over `host_group`, all ranks.  groups: the scored ones of this replica on its leader,
-    before penalties; none on other ranks.
+    Collective over `host_group`, all ranks.  groups: those of this replica that the step trains on,
+    with advantages and the weights of their teachers.
     """
     rewards = [reward for one in groups if one.rewards is not None for reward in one.rewards]
     # NaN: reward.on_error = drop
     scored = [float(reward) for reward in rewards if not math.isnan(reward)]
-    extremes = [-min(scored, default=math.inf), max(scored, default=-math.inf)]
-    minus_low, high = all_reduce(extremes, dist.ReduceOp.MAX, host_group)
-    if -minus_low != high:
+    values = [
+        -min(scored, default=math.inf),
+        max(scored, default=-math.inf),
+        float(not all(map(teaches_nothing, groups))),
+    ]
+    minus_low, high, does_teach = all_reduce(values, dist.ReduceOp.MAX, host_group)
+    if -minus_low != high or does_teach:
         return None
     causes = CAUSES.get(high, "the reward function gives everything the same")
     return (

@@ -41,11 +41,9 @@ from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill as refill_groups
 from megatron_rl.rollout.selection import replica_of
 from megatron_rl.rollout.unique_ids import with_unique_ids
-from megatron_rl.trainer.first_rewards import first_rewards_warning
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
-    count_discarded,
     count_requests_to_teachers,
     count_step,
     pass_counts,
@@ -83,8 +81,6 @@ class LiveRollouts(RolloutSource):
 
     def __post_init__(self) -> None:
         self.restarts = 0  # restarts of servers that were reported
-        # the step whose rewards are checked before its first update
-        self.first_step: int | None = None
         self.missing_routes = MissingRoutes(self.cfg)
         self.scheduler = Scheduler(
             self.cfg,
@@ -100,7 +96,6 @@ class LiveRollouts(RolloutSource):
         """Send the weights, then check parity: the engine's log-probs of a few sampled responses
         against the servers'.
         """
-        self.first_step = first_step
         # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
         self.meter.enter("parity check: sampling")
@@ -122,11 +117,6 @@ class LiveRollouts(RolloutSource):
     def sample(self, step: int) -> list[RolloutGroup]:
         self.serve()
         prompts, groups = self.draw(self.scheduler.take, step)
-        if step == self.first_step:
-            plain = without_routes(groups)
-            warning = first_rewards_warning(plain, self.cfg.run_dir, self.parallel.host_group)
-            if warning is not None:
-                self.console.log(warning)
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
@@ -203,10 +193,8 @@ class LiveRollouts(RolloutSource):
         self.scheduler.step_done()
         if self.leader is not None:
             # not earlier: what the weight sync cut short belongs to this step
-            totals = self.leader.client.counters.totals()
-            for name, count in totals.items():
+            for name, count in self.leader.client.counters.totals().items():
                 self.meter.sums.add_total(name, count)
-            count_discarded(self.meter.sums, totals)
             if (teachers := self.leader.client.teachers) is not None:
                 count_requests_to_teachers(self.meter.sums, teachers, self.parallel)
         if self.parallel.rank == 0:  # the same on every rank

@@ -201,24 +201,6 @@ def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: in
         )
 
 
-def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
-    """Count the mean length of discarded responses.
-
-    totals: those of the replica's rollout client; {} before it sampled.
-    """
-    kinds = [
-        kind
-        for kind in ("dropped", "cancelled", "stale")
-        if f"rollout/{kind}_tokens_total" in totals
-    ]
-    tokens, samples = (
-        sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds)
-        for unit in ("tokens", "samples")
-    )
-    if samples:
-        sums.add("rollout/discarded_length_mean", tokens, samples)
-
-
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     """Count request latency, environments' time, prefix-cache hits and throughput, which is summed
     over replicas.
@@ -242,6 +224,7 @@ def count_seconds(sums: MetricSums, name: str, values: Sequence[float], parallel
 def derived(metrics: dict[str, float]) -> dict[str, float]:
     """Return the step's reduced metrics, with functions of several in place of their inputs.
 
+    metrics: `_total` since the run's first start.
     perf/train_tokens_per_second = tokens of the step / (time/old_logprob + time/update);
     train/ess = mean(weight)^2 / mean(weight^2).
     """
@@ -251,22 +234,37 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
         variance = square - all_metrics["rollout/reward_mean"] ** 2
         # max in this order, so that NaN stays NaN: no reward is known
         all_metrics["rollout/reward_std"] = max(variance, 0.0) ** 0.5
+    if (advantage := all_metrics.pop("rollout/advantage_max", None)) is not None:
+        all_metrics["rollout/zero_advantages"] = float(advantage == 0)
     if (largest := all_metrics.pop("rollout/negative_reward_max", None)) is not None:
         all_metrics["rollout/reward_min"] = -largest
+        # a teacher, a penalty or a metric may teach where every reward is 0
         all_metrics["rollout/zero_rewards"] = float(
             all_metrics["rollout/reward_min"] == all_metrics["rollout/reward_max"] == 0
+            and not advantage
         )
-    if (largest := all_metrics.pop("rollout/advantage_max", None)) is not None:
-        all_metrics["rollout/zero_advantages"] = float(largest == 0)
     weight_square = all_metrics.pop("train/is_weight_square_mean", None)
     if weight_square is not None:
         weight = all_metrics["train/is_weight_mean"]
         all_metrics["train/ess"] = weight**2 / weight_square if weight_square else 0.0
+    all_metrics |= discarded_length(all_metrics)
     tokens = all_metrics.pop("perf/step_tokens", None)
     seconds = all_metrics.get("time/old_logprob", 0.0) + all_metrics.get("time/update", 0.0)
     if tokens is not None and seconds > 0:
         all_metrics["perf/train_tokens_per_second"] = tokens / seconds
     return all_metrics
+
+
+def discarded_length(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the mean length of discarded responses; {} where there are none."""
+    tokens, samples = (
+        sum(
+            metrics.get(f"rollout/{kind}_{unit}_total", 0.0)
+            for kind in ("dropped", "cancelled", "stale")
+        )
+        for unit in ("tokens", "samples")
+    )
+    return {"rollout/discarded_length_mean": tokens / samples} if samples else {}
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -55,8 +55,12 @@ class SavedRollouts(SourceWithoutServers):
         self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        # advance in the data, so that a later run with servers continues after these prompts
-        count = num_prompts(self.cfg, self.parallel.dp_size)
+        # Advance in the data by as many prompts as the saved step used up, so that a later run with
+        # servers continues after them.  Unknown, and not counted, is what batch.dynamic_sampling
+        # drew beyond its first draw, and which prompts partial = resume had not finished.
+        count = self.cfg.run.prompts_per_step
+        if not self.cfg.rollout.trains_on_all:
+            count = num_prompts(self.cfg, self.parallel.dp_size)
         self.prompts.take(self.prompts.num_available(count))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config
+from megatron_rl.config.exact import as_written
 from megatron_rl.data.demonstrations import (
     Demonstration,
     DemonstrationFile,
@@ -75,8 +75,7 @@ def read_rows(cfg: Config) -> SftRows:
     if cfg.sft.epochs is not None:
         rows = sum(len(file.rows) for file in train.values())
         # the last step may begin another epoch
-        # exact: 1.1 x 100 / 10 is above 11 in floating point
-        steps = max(1, math.ceil(Fraction(repr(cfg.sft.epochs)) * rows / cfg.run.prompts_per_step))
+        steps = max(1, math.ceil(as_written(cfg.sft.epochs) * rows / cfg.run.prompts_per_step))
         cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"num_steps": steps})})
     stream = make_stream(cfg.data, {name: file.rows for name, file in train.items()}, cfg.run.seed)
     lines = [source_line(cfg.data, name) + file.line for name, file in train.items()]

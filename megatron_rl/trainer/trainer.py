@@ -34,6 +34,7 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import RolloutGroup, with_routes, without_routes
 from megatron_rl.records.packed import MiniBatch, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.trainer.first_rewards import first_rewards_warning
 from megatron_rl.trainer.recording.events_and_files import Recording
 from megatron_rl.trainer.recording.saved_batches import DueBundle, SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
@@ -124,7 +125,10 @@ class Trainer:
         return groups
 
     def add_advantages(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
-        """Return the groups with penalties, advantages and the weights of their teachers."""
+        """Return the groups with penalties, advantages and the weights of their teachers.
+
+        Where those of the first step teach nothing, this is said before its update.
+        """
         with self.meter.time("split"):
             # replaces the penalties that dynamic sampling may have set already
             plain = with_penalties(without_routes(groups), self.cfg)
@@ -136,7 +140,13 @@ class Trainer:
                 reward_weights=advantage.rewards,
                 weight=advantage.weight,
             )
-            return with_routes(with_teacher_weights(plain, self.cfg, step), groups)
+            plain = with_teacher_weights(plain, self.cfg, step)
+            if step == self.first_step:
+                host_group = self.parallel.host_group
+                warning = first_rewards_warning(plain, self.cfg.run_dir, host_group)
+                if warning is not None:
+                    self.reporter.log(warning)
+            return with_routes(plain, groups)
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Save and count the rollouts that the step trains on.  Not collective."""
@@ -254,6 +264,7 @@ class Trainer:
             metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
             # not reduced: time/* are rank 0's, which alone reports them
             metrics |= self.meter.take_times()
+            totals = self.checkpoint_policy.add_previous_totals(metrics)
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
             for name, value in ({} if mismatch is None else vars(mismatch)).items():
@@ -261,7 +272,6 @@ class Trainer:
                     per_layer[f"routing/{name}"] = value
                 else:
                     metrics[f"routing/{name}"] = value
-            totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
             result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
             self.reporter.step(result, totals)

@@ -116,7 +116,9 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
 
 
 def per_reward_problems(cfg: AllSections) -> Iterator[str]:
-    """Yield what acts on the sum of a response's rewards, which per_reward does not read."""
+    """Yield what acts on the sum of a response's rewards, which per_reward does not read, and what
+    returns no metrics, which it reads.
+    """
     batch = cfg.batch
     for key, is_set in (
         ("batch.dynamic_sampling", batch.dynamic_sampling),
@@ -134,6 +136,13 @@ def per_reward_problems(cfg: AllSections) -> Iterator[str]:
         yield (
             f"reward.on_error = {cfg.reward.on_error} with advantage.kind = per_reward: a response "
             "that could not be scored has no metrics; set reward.on_error = drop or raise"
+        )
+    # an agent may return metrics
+    if cfg.reward.function == "math" and not cfg.agent.name:
+        yield (
+            "reward.function = math with advantage.kind = per_reward: it returns no metrics, and "
+            "advantage.rewards names metrics; set reward.function to a function that returns "
+            f"{', '.join(cfg.advantage.rewards)}, or advantage.kind = std"
         )
 
 

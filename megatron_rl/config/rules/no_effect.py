@@ -56,6 +56,7 @@ def needs(cfg: AllSections) -> list[Need]:
             "batch.max_sampling_rounds", batch.dynamic_sampling,
             "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
         ),
+        *advantage_needs(cfg),
         (
             "run.anomaly_grad_norm anomaly_kl", cfg.run.save_batches != "off",
             "run.save_batches = off", "run.save_batches = on_anomaly",
@@ -99,6 +100,15 @@ def needs(cfg: AllSections) -> list[Need]:
             f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
         ),
     ]  # fmt: skip
+
+
+def advantage_needs(cfg: AllSections) -> list[Need]:
+    """Return what settings need that only advantages read."""
+    because, fix = "advantage.weight = 0, as only advantages read it", "advantage.weight above 0"
+    return [
+        (names, cfg.advantage.weight > 0, because, fix)
+        for names in ("batch.overlong_cache length_penalty", "advantage.kind rewards")
+    ]
 
 
 def data_needs(cfg: AllSections) -> list[Need]:

@@ -75,6 +75,11 @@ class AdvantageConfig(Section):
                 "of metrics that reward.function returns; or set kind = std, which is for one "
                 "reward"
             )
+        if self.rewards and not any(self.rewards.values()):
+            yield (
+                f"rewards = {self.rewards}: every weight is 0, so every advantage would be 0; set "
+                "one of them to another number"
+            )
         if self.rewards and self.kind != "per_reward":
             yield (
                 f"rewards has no effect with kind = {self.kind}: set kind = per_reward, or remove "

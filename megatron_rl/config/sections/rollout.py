@@ -178,6 +178,11 @@ class RolloutConfig(Section):
         """The number of steps that are sampled while the one before them trains."""
         return max(0, self.max_staleness - int(self.partial == "resume"))
 
+    @property
+    def trains_on_all(self) -> bool:
+        """True if every group that is started is trained on: over_sample drops none."""
+        return not self.over_sample or self.partial == "resume"
+
     def start_seconds(self, device: Device) -> float:
         return seconds(self.start_timeout_seconds, START_SECONDS, device)
 

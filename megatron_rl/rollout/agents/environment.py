@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, cast
 
 from megatron_rl.config import AgentConfig, ConfigError
 from megatron_rl.records import Prompt
+from megatron_rl.reward.function import is_finite
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 from megatron_rl.rollout.agents.episode import ContextFull, Environment, Episode, EpisodeError, Step
 from megatron_rl.rollout.agents.session import Session
@@ -109,9 +108,10 @@ def checked_step(step: object) -> Step:
             f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping"
         )
     for name, value in {"reward": step.reward, **step.metrics}.items():
-        if not (isinstance(value, Real) and math.isfinite(value)):
+        if not is_finite(value):
             raise EpisodeError(
-                f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number"
+                f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number of"
+                " float32"
             )
     if not step.done and is_nothing(step.observation):
         raise EpisodeError(

@@ -29,12 +29,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.reward.function import is_finite
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message
 from megatron_rl.rollout.agents.conversation import Conversations
@@ -363,8 +363,10 @@ class Session:
         self.idle_since = time.monotonic()
 
     def check_finite(self, name: str, value: object) -> None:
-        if not (isinstance(value, Real) and math.isfinite(value)):
-            raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
+        if not is_finite(value):
+            raise EpisodeError(
+                f"rollout {self.name}: {name} = {value!r}: must be a finite number of float32"
+            )
 
     def full(self, why: str) -> ContextFull:
         return ContextFull(f"rollout {self.name}: {why}")

@@ -36,11 +36,12 @@ def demonstrations_of_run(
     counts = {"below the reward": 0, "cut off": 0, "longer than sft.max_row_tokens": 0}
     unsaved = "without saved tokens"
     counts[unsaved] = 0
+    # rewards are float32, recorded without rounding: 0.7 is 0.699999988 in a line
+    least = np.float32(-math.inf if sft.min_reward is None else sft.min_reward)
     for step, record, tokens, learned in saved_sequences(folder):
         if tokens is None:
             counts[unsaved] += 1
             continue
-        least = -math.inf if sft.min_reward is None else sft.min_reward
         # NaN, of a response that could not be scored, is not at least anything
         is_below = record.reward is None or not record.reward >= least
         is_long = len(tokens) > sft.max_row_tokens

@@ -153,6 +153,21 @@ def test_settings_without_a_meaning_are_refused(sections, message):
         load(**sections)
 
 
+@pytest.mark.parametrize(
+    ("sections", "setting"),
+    [
+        ({"batch": {"length_penalty": 0.5}}, "batch.length_penalty = 0.5"),
+        ({"batch": {"overlong_cache": 100}}, "batch.overlong_cache = 100"),
+        ({"advantage": {"kind": "std"}}, "advantage.kind = std"),
+    ],
+)
+def test_settings_of_advantages_are_refused_where_teachers_alone_teach(sections, setting):
+    load(**sections)
+    alone = sections | {"advantage": sections.get("advantage", {}) | {"weight": 0.0}}
+    with pytest.raises(ConfigError, match=f"{setting} has no effect with advantage.weight = 0"):
+        load(**alone)
+
+
 def test_a_teacher_alone_needs_no_group_and_failures_read_the_pass_reward():
     assert load(run={"group_size": 1}, advantage={"weight": 0.0}).advantage.weight == 0
     data = {"train": "x", "pass_reward": 0.9}

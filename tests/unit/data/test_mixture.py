@@ -1,6 +1,7 @@
 """The order of several sources against a reference that computes all draws by sorting."""
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections import Counter
@@ -169,6 +170,18 @@ def test_a_dropped_source_leaves_the_others_and_a_stopping_one_ends_the_data():
     assert stream.num_available(100) == 0
     all_dropped = stream_of([(2, 1.0, "drop"), (1, 9.0, "drop")])
     assert all_dropped.num_available(100) == 3
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_mixture_is_endless_exactly_where_drawing_never_ends(length, monkeypatch):
+    """What is endless is not drawn to count what is left, which takes seconds for a long run."""
+    for policies in itertools.product(("repeat", "stop", "drop"), repeat=length):
+        stream = stream_of([(2 + k, 1.0 + k, policy) for k, policy in enumerate(policies)])
+        ahead = stream._copy()
+        assert stream.is_endless == all(ahead._next() for _ in range(200)), policies
+        if stream.is_endless:
+            monkeypatch.setattr(stream, "_copy", None)
+            assert stream.num_available(10**9) == 10**9
 
 
 @pytest.mark.parametrize(

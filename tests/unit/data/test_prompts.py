@@ -389,8 +389,31 @@ def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
     state = PromptSource([first, second], seed=0, shuffle=False).state_dict()
     with pytest.raises(DataError, match="metadata_crc32"):
         PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
-    del state["metadata_crc32"]  # as in older checkpoints
+    del state["row_metadata_crc32"]  # as in the oldest checkpoints
     PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
+
+
+def test_metadata_that_moved_to_another_prompt_is_not_resumed():
+    """Of an older checkpoint it cannot be seen, but another text can."""
+    test, other = {"test": "assert f(1) == 2"}, {"test": "assert f(1) == 3"}
+
+    def source(*metadata):
+        prompts = [Prompt(f"p{k}", f"{k}", (k,), "1", row) for k, row in enumerate(metadata)]
+        return PromptSource(prompts, seed=0, shuffle=True)
+
+    state = source(test, {}, test, {}).state_dict()
+    source(test, {}, test, {}).load_state_dict(state)
+    moved = [({}, test, test, {}), (test, test, {}, {}), (test, {}, {}, test), ({}, test, {}, test)]
+    for metadata in [*moved, (other, {}, test, {}), ({}, {}, {}, {})]:
+        with pytest.raises(DataError, match="row_metadata_crc32"):
+            source(*metadata).load_state_dict(state)
+    texts = (json.dumps(test, sort_keys=True) * 2).encode()
+    older = state | {"metadata_crc32": zlib.crc32(texts)}
+    del older["row_metadata_crc32"]
+    for metadata in [(test, {}, test, {}), *moved]:
+        source(*metadata).load_state_dict(older)
+    with pytest.raises(DataError, match=" metadata_crc32"):
+        source(other, {}, test, {}).load_state_dict(older)
 
 
 def test_prompts_that_are_trained_on_and_evaluated_are_named(tmp_path):

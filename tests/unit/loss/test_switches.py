@@ -245,6 +245,14 @@ GDPO = {"kind": "per_reward", "rewards": {"correct": 1.0, "format": 0.5}}
         ),
         ({"advantage": GDPO}, ("reward.on_error = 0.0", "drop or raise")),
         (
+            {"advantage": GDPO, "reward": {"on_error": "drop"}},
+            ("reward.function = math", "returns no metrics", "returns correct, format"),
+        ),
+        (
+            {"advantage": GDPO | {"rewards": {"correct": 0.0, "format": 0.0}}},
+            ("advantage.rewards = {'correct': 0.0, 'format': 0.0}", "every weight is 0"),
+        ),
+        (
             {
                 "advantage": GDPO,
                 "reward": {"on_error": "drop"},
@@ -265,11 +273,14 @@ def test_rewards_by_name_are_checked(sections, names):
 
 
 def test_rewards_by_name_are_read():
-    config = load(advantage=GDPO, reward={"on_error": "drop"}, loss={"name": "grpo"})
+    reward = {"on_error": "drop", "function": "rewards:score"}
+    config = load(advantage=GDPO, reward=reward, loss={"name": "grpo"})
     assert config.advantage_kind == "per_reward" and config.advantage.rewards == {
         "correct": 1.0,
         "format": 0.5,
     }
+    # metrics of an agent, which may give the reward, too
+    load(advantage=GDPO, reward={"on_error": "drop"}, agent={"function": "agents:play"})
 
 
 def test_the_former_name_of_reject_only_is_read_from_earlier_runs():

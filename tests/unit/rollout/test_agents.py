@@ -18,6 +18,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.packed import RowState
 from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import EpisodeError, Step
+from megatron_rl.rollout.agents.environment import checked_step
 from megatron_rl.rollout.agents.rollout_function import load_function
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
@@ -353,6 +354,12 @@ async def not_finite(session, prompt):
     return session.finish(reward=float("nan"))
 
 
+async def above_float32(session, prompt):
+    """Rewards are float32, in which this is infinite."""
+    await session.generate()
+    return session.finish(reward=1e39)
+
+
 @pytest.mark.parametrize(
     "function, seconds, why",
     [
@@ -365,6 +372,7 @@ async def not_finite(session, prompt):
         ("mixed", 60.0, "an observation must be text, token ids or messages"),
         ("twice_at_a_time", 60.0, "a turn is being sampled"),
         ("not_finite", 60.0, "reward = nan: must be a finite number"),
+        ("above_float32", 60.0, "reward = 1e[+]39: must be a finite number of float32"),
     ],
 )
 def test_a_function_that_fails_stops_the_run_or_is_counted(function, seconds, why):
@@ -694,6 +702,18 @@ def test_an_environment_is_bounded():
         assert time.monotonic() - started < 25  # its thread sleeps on
         with pytest.raises(RolloutError, match="TimeoutError: the environment's own"):
             sample(environment_client(server, "Fails"))
+
+
+@pytest.mark.parametrize(
+    "value", [1e39, -1e39, pytest.param(10**400, id="long"), float("nan"), "1"]
+)
+@pytest.mark.parametrize("name", ["reward", "metrics"])
+def test_a_step_whose_number_is_not_finite_in_float32_is_refused(name, value):
+    """Rewards are float32.  An error of the step's, not of reward.function."""
+    step = Step(done=True, **{name: value if name == "reward" else {"speed": value}})
+    with pytest.raises(EpisodeError, match=r"agent.environment: .*must be a finite number of fl"):
+        checked_step(step)
+    assert checked_step(Step(done=True, reward=3e38)).reward == 3e38
 
 
 def test_rewards_before_a_full_context_count():

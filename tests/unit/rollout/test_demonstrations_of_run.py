@@ -49,6 +49,13 @@ def test_responses_with_enough_reward_are_rows(tmp_path):
     assert len(every.rows) == 5, "all but the one without a reward"
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.5, 0.7, 0.9, 0.95])
+def test_a_reward_equal_to_the_least_is_enough(tmp_path, reward):
+    folder = save(tmp_path / "run", [group("p", [reward, reward - 0.01])])
+    file = demonstrations_of_run(folder, SftConfig(min_reward=reward), TOKENIZER)
+    assert [row.id for row in file.rows] == ["run:1:p/0"]
+
+
 def test_what_an_environment_wrote_is_not_learned(tmp_path):
     def with_answer(k, rollout):
         place = rollout.prompt_length + 1

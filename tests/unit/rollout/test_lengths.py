@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.sampling import SampleRules
-from megatron_rl.trainer.rollout_metrics import count_discarded
+from megatron_rl.trainer.rollout_metrics import discarded_length
 from tests.fake_model import END
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import cut_short, make_sample, random_routes
@@ -113,9 +112,5 @@ def test_dropped_responses_are_counted_with_their_length():
     totals = client.counters.totals()
     assert totals["rollout/redrawn_samples_total"] == 1 + 4  # one sample, and a request that broke
     assert totals["rollout/dropped_tokens_total"] == 5
-    sums = MetricSums()
-    count_discarded(sums, {})
-    count_discarded(
-        sums, totals | {"rollout/cancelled_samples_total": 1, "rollout/cancelled_tokens_total": 25}
-    )
-    assert sums.reduce(None, "cpu") == {"rollout/discarded_length_mean": 15.0}
+    cancelled = {"rollout/cancelled_samples_total": 1, "rollout/cancelled_tokens_total": 25}
+    assert discarded_length(totals | cancelled) == {"rollout/discarded_length_mean": 15.0}

@@ -433,6 +433,11 @@ def test_an_evaluation_samples_with_its_own_settings():
 
 def test_number_of_prompts_that_a_step_samples():
     assert num_prompts(config(), 1) == PER_STEP and num_prompts(config(over_sample=0.1), 2) == 4
+    for percent in range(101):
+        cfg = config(over_sample=percent / 100)
+        cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"prompts_per_step": 100})})
+        assert num_prompts(cfg, 1) == 100 + percent
+        assert num_prompts(cfg, 2) == 100 + percent + percent % 2
     assert [config(**settings).rollout.steps_ahead for settings, _ in MODES.values()] == [
         *(0, 0, 0, 1, 1, 1, 3, 3),
         *(1, 3),

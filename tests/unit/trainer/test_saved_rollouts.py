@@ -20,9 +20,9 @@ from tests.unit.trainer.test_live_rollouts import TOKENIZER, make_group
 
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    """made(leader, recorder): (the source after step 5 of the other run, its calls)."""
+    """made(leader, recorder, rollout): (the source after step 5 of the other run, its calls)."""
 
-    def make(*, is_leader=True, records=True):
+    def make(*, is_leader=True, records=True, rollout=None):
         calls = Calls()
         monkeypatch.setattr(
             module,
@@ -39,6 +39,7 @@ def made(monkeypatch, tmp_path):
             "model": {"path": "m"},
             "data": {"train": "d"},
             "run": {"prompts_per_step": 4, "num_mini_batches": 2},
+            "rollout": rollout or {},
         }
         parallel = SimpleNamespace(dp_rank=1, dp_size=2, is_replica_leader=is_leader)
         prompts = PromptSource(
@@ -83,6 +84,25 @@ def test_a_later_run_with_servers_continues_after_these_prompts(made):
         "  policy version 6; epoch 1 of the data, after 4 of 9 prompts"
     ]
     assert other.state_dict() == saved
+
+
+@pytest.mark.parametrize(
+    ("rollout", "place"),
+    [
+        ({"max_staleness": 1}, "epoch 1 of the data, after 8 of 9 prompts"),
+        ({"over_sample": 0.5}, "epoch 2 of the data, after 3 of 9 prompts"),
+        (
+            {"over_sample": 0.5, "partial": "resume", "max_staleness": 1},
+            "epoch 1 of the data, after 8 of 9 prompts",
+        ),
+    ],
+)
+def test_as_many_prompts_are_used_up_as_in_the_run_that_sampled(made, rollout, place):
+    """What over_sample drops is used up, what it continues in the next step is not."""
+    source, _ = made(rollout=rollout)
+    for step in (5, 6):
+        source.sample(step)
+    assert source.prompts.place() == place
 
 
 @pytest.mark.parametrize(("is_leader", "records"), [(True, True), (True, False), (False, True)])

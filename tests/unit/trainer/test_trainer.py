@@ -5,19 +5,25 @@ With real parts: test_one_run.py.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.trace import Trace
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.packed import StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer import trainer as module
+from megatron_rl.trainer.rollout_metrics import count_groups
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
+from tests.unit.batch.rollouts import make_rollout
 from tests.unit.trainer.recorded import Calls, Recorded
 
 STEPS, VERSION = 6, 3
@@ -166,6 +172,64 @@ def test_groups_get_penalties_then_advantages_then_weights_of_teachers(made, mon
     assert calls == [("enter", ("split", -1), {})] and spans(trainer) == [("split", "stage")]
 
 
+NO_BASELINE = {"advantage": {"kind": "reward"}}
+SHAPED = {"batch": {"length_penalty": 0.5}}
+PER_REWARD = {
+    "advantage": {"kind": "per_reward", "rewards": {"a": 1.0, "b": 1.0}},
+    "reward": {"function": "rewards:score", "on_error": "drop"},
+}
+TEACHER = {"teachers": {"t": {"urls": ["http://t:1"]}}, "advantage": {"weight": 0.0}}
+FAILURES = {"teachers": {"t": {"urls": ["http://t:1"], "teach": "failures"}}}
+FREE = {"rollout": {"temperature": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sections", "cause"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), {}, "every response of this step has reward 0,"),
+        ((1.0, 1.0, 1.0, 1.0), {}, "has reward 1, which teaches nothing: the reward function may"),
+        ((0.25, 0.25, np.nan, 0.25), {}, "has reward 0.25, which"),
+        ((0.0, 0.0, 0.0, 1.0), {}, ""), ((np.nan,) * 4, {}, ""),
+        ((0.0,) * 4, NO_BASELINE, "has reward 0,"), ((1.0,) * 4, NO_BASELINE, ""),
+        ((1.0,) * 4, SHAPED, ""), ((0.0,) * 4, SHAPED, ""), ((1.0,) * 4, PER_REWARD, ""),
+        ((0.0,) * 4, TEACHER | FREE, ""), ((1.0,) * 4, TEACHER | FREE, ""),
+        ((0.0,) * 4, FAILURES | FREE, ""), ((1.0,) * 4, FAILURES | FREE, "has reward 1,"),
+    ],
+)  # fmt: skip
+def test_equal_rewards_of_the_first_step_are_named_before_its_update_where_they_teach_nothing(
+    made, rewards, sections, cause
+):
+    """Of the first step of this start only: later ones count in rollout/zero_advantages, and in
+    rollout/zero_rewards where all of them are 0.
+    """
+    trainer, calls = made(**sections)
+    trainer.parallel = SimpleNamespace(dp_group=None, host_group=None)
+    groups = [scored_group(name, pair) for name, pair in (("a", rewards[:2]), ("b", rewards[2:]))]
+    for step in (trainer.first_step, trainer.first_step + 1):
+        taught = trainer.add_advantages(groups, step)
+    lines = [line for ((line,), _) in calls.named("reporter.log")]
+    assert len(lines) == bool(cause) and cause in "".join(lines)
+    assert all(line.startswith("WARNING before the first update: ") for line in lines)
+    if not np.isnan(rewards).any():
+        sums = MetricSums()
+        count_groups(sums, taught, version=VERSION)
+        found = module.derived(reduced(sums))
+        assert found["rollout/zero_advantages"] == bool(cause)
+        assert found["rollout/zero_rewards"] == (bool(cause) and not any(rewards))
+
+
+def scored_group(name, rewards):
+    """Return a group whose responses have different lengths, metrics and log-probs of a teacher."""
+    rollouts = [make_rollout(f"{name}/{k}", 2, 3 + k) for k in range(len(rewards))]
+    rollouts = tuple(
+        replace(
+            rollout, reward_metrics={"a": k, "b": 2 * k}, teacher_logprobs=rollout.rollout_logprobs
+        )
+        for k, rollout in enumerate(rollouts)
+    )
+    return RolloutGroup(Prompt(name, "", (1, 2), "7"), rollouts, np.array(rewards, np.float32))
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_groups_are_recorded_and_split_into_mini_batches(made, monkeypatch, max_staleness):
     trainer, calls = made(rollout={"max_staleness": max_staleness})
@@ -301,6 +365,21 @@ def test_a_step_reports_what_was_counted_timed_and_compared(made, monkeypatch, r
     assert calls.named("reporter.step") == [((result, {"a_total": 1.0}), {})]
     parts = [span for span in spans(trainer) if span[1] == "part"]
     assert parts == [("garbage collection", "part"), ("report", "part")]
+
+
+def test_the_mean_length_of_discarded_responses_includes_those_before_a_resume(made, monkeypatch):
+    monkeypatch.setattr(module.gc, "collect", lambda: None)  # slow
+    trainer, _ = made()
+    earlier = {"rollout/stale_tokens_total": 700.0, "rollout/stale_samples_total": 7.0}
+
+    def add_previous_totals(metrics):
+        metrics |= {name: value + metrics[name] for name, value in earlier.items()}
+        return earlier
+
+    trainer.checkpoint_policy.add_previous_totals = add_previous_totals
+    for name, value in zip(earlier, (200, 1), strict=True):
+        trainer.meter.sums.add_total(name, value)
+    assert trainer.report(4, []).metrics["rollout/discarded_length_mean"] == 900 / 8
 
 
 def test_without_a_comparison_of_routes_and_without_failures_the_metrics_are_not_there(

@@ -60,6 +60,18 @@ def test_new_lines_are_added_by_the_process_that_opens_it_next(run_dir, opened):
     assert all(row["has_tensors"] and row["kl"] is not None for row in found)
 
 
+@pytest.mark.parametrize("column", ["reward", "advantage"])
+def test_a_filter_keeps_a_recorded_number_that_equals_its_value(run_dir, opened, column):
+    """Rewards and advantages are float32: 0.7 is recorded as 0.699999988."""
+    line = make_rollout(4, "Q0/0", "trained", "rollouts")[0] | {column: float(np.float32(0.7))}
+    append(run_dir / "rollouts.jsonl", [line])
+    run = opened()
+    for operator, total in ((">=", 1), ("=", 1), ("<=", 1), ("<", 0), (">", 0), ("!=", 0)):
+        at_value = {"column": column, "op": operator, "value": 0.7}
+        found = table(run, filters=[{"column": "step", "op": "=", "value": 4}, at_value])
+        assert found["total"] == total, operator
+
+
 def test_a_step_that_is_written_again_replaces_the_first(run_dir, opened):
     """A run that died after step 3 and resumed at 2 draws other prompts: what it had written of 2
     and 3 is of the past.
