@@ -139,13 +139,12 @@ def captures_routers(core: CoreSettings) -> bool:
 
 
 def balances_experts(core: CoreSettings) -> bool:
-    """Return True where a balancing loss of core has a coefficient that is not 0."""
-    kinds = as_list(core.moe_router_load_balancing_type)
-    coefficients = as_list(core.moe_aux_loss_coeff)
-    return any(
-        str(kind).endswith("aux_loss") and value
-        for kind, value in zip(kinds, coefficients, strict=False)
-    )
+    """Return True where a balancing loss has a coefficient that is not 0.
+
+    Without a kind of loss, which core has by default and this program has not, it has no effect:
+    whoever sets it expects a loss.
+    """
+    return any(as_list(core.moe_aux_loss_coeff))
 
 
 def scores_groups_differently(core: CoreSettings) -> bool:

@@ -136,7 +136,8 @@ class OptimConfig(Section):
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0, linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine decay to 0 at the last update."""
+    """Learning rate after the warm-up; linear and cosine reach 0 after the last update. Skipped and
+    empty updates do not count: after them it ends above 0."""
     distributed: bool = True
     """megatron-core's distributed optimizer (state sharded over data-parallel ranks)."""
     max_skipped_updates: Positive = 3

@@ -84,6 +84,10 @@ CASES = [  # settings of core, what is said
         {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3},
         "moe_aux_loss_coeff = 0.001: .*not the replayed ones",
     ),
+    (  # core has a balancing loss by default, this program none
+        {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 1e-2},
+        "moe_aux_loss_coeff = 0.01: .*not the replayed ones",
+    ),
     (
         {
             "moe_router_load_balancing_type": ["none", "global_aux_loss"],
@@ -147,7 +151,6 @@ FINE = [
     {"moe_router_score_function": "softmax", "bf16": True, "moe_router_dtype": None},
     {"mtp_num_layers": 1},
     {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.0]},
-    {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 1e-2},
 ]
 
 
