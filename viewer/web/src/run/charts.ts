@@ -44,7 +44,10 @@ export function chartsOf(metrics: MetricsOf, search: string, isAll: boolean): Ch
     source,
   });
   const evaluations = [...names("evaluations")].sort().map((name) => spec(name, "evaluations"));
-  const scores = evaluations.filter(({ name }) => /(avg|pass|maj)@|\/loss$/.test(name));
+  // not the ends of intervals, nor metrics of the user's functions, whatever their names
+  const scores = evaluations.filter(
+    ({ name }) => /\/((avg|pass|maj)@\d+|loss)$/.test(name) && !/^eval\/.+\/(reward|episode)\//.test(name),
+  );
   const main = MAIN.filter((name) => found.has(name)).map((name) => spec(name, "metrics"));
   const rest = [...found]
     .filter((name) => !MAIN.includes(name))
