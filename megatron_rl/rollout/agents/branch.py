@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
+from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Input, Observation, Turn
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
 from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.sequence_limit import Limits, room
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
 from megatron_rl.rollout.client.counters import RolloutCounters

@@ -16,8 +16,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.episode import Environment, Step, Turn
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 
 
 def load_environment(name: str) -> Callable[[], EnvironmentService]:

@@ -26,7 +26,8 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, validate_call
 from pydantic_core import to_json
 
-from megatron_rl.rollout.agents.chat import Schema, ToolCall
+from megatron_rl.rollout.agents.chat import Schema
+from megatron_rl.rollout.agents.reply import ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
 
 Tool = Callable[..., Any] | Schema

@@ -17,9 +17,10 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import chat as chat_module
-from megatron_rl.rollout.agents.chat import MAX_DEPTH, Chat, ToolCall, is_deep, text_of
+from megatron_rl.rollout.agents.chat import Chat, text_of
 from megatron_rl.rollout.agents.conversation import chained
 from megatron_rl.rollout.agents.known_texts import KnownTexts
+from megatron_rl.rollout.agents.reply import MAX_DEPTH, ToolCall, is_deep
 from megatron_rl.rollout.agents.tools import Tools
 from tests.fake_server import wait_for
 from tests.words import qwen_tokenizer, word_tokenizer

@@ -18,9 +18,9 @@ import pytest
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError, Turn
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment import EnvironmentRollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 from megatron_rl.rollout.agents.runner import EpisodeRunner, check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import SampleRules

@@ -18,8 +18,8 @@ import pytest
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import environment_worker as worker
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment_process import LOADER
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
 from megatron_rl.workers import protocol, serving
 from megatron_rl.workers.protocol import call_line
