@@ -51,7 +51,8 @@ class EpisodeOfBranch(Limits, Protocol):
     def waiting(self) -> AbstractContextManager[None]: ...
     def span(self, name: str, kind: str) -> AbstractContextManager[object]: ...
     def asked(self, branch: Branch) -> None: ...
-    def ended(self, branch: Branch) -> None: ...
+    def ended(self, branch: Branch, *, is_full: bool) -> None: ...
+    def full(self, why: str) -> ContextFull: ...
     def check_open(self) -> None: ...
     def check_finite(self, name: str, value: object) -> None: ...
     def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]: ...
@@ -67,8 +68,6 @@ class Branch:
         """The model's turns in this sequence."""
         self.parts: list[Rollout] = []
         """The record of each turn, a part of the sequence; they are joined once, at the end."""
-        self.is_full = False
-        """A turn had no room, or was cut off at the end of the context."""
         self.rewards: list[float] = []
         """Rewards of reward_turn, one a turn; [] without any."""
         self._messages: list[Message] = []
@@ -139,9 +138,8 @@ class Branch:
         left, setting = room(session, self.num_tokens, len(self._tokens))
         left -= observed
         if left < 1:
-            self.is_full = True
             over = f", and {-left} more observed tokens have no room" if left else ""
-            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
+            raise session.full(f"{setting} are used up{over}")
         return left
 
     async def generate(
@@ -244,8 +242,7 @@ class Branch:
         self.turns.append(turn)
         self._messages.append({"role": "assistant", "content": turn.prefill + turn.text})
         # a turn that ended at its own max_tokens leaves room for another one
-        self.is_full = turn.finish_reason == "length" and self.remaining < 1
-        self._session.ended(self)
+        self._session.ended(self, is_full=turn.finish_reason == "length" and self.remaining < 1)
 
     def release(self) -> None:
         """Forget the records of the turns."""

@@ -110,8 +110,9 @@ class Session:
         self.idle_since = time.monotonic()
         """When the last turn of any sequence ended; before the first one, when the episode
         began."""
-        self.is_refused = False
-        """The last messages were longer than a sequence can be."""
+        self.is_full = False
+        """The last turn was cut off at the end of the context, or one that was asked for after it
+        had no room, in any sequence."""
         self.episode: Episode | None = None
         """The episode as `finish` returned it last."""
         self._branches: list[Branch] = []  # in the order of their last turns
@@ -162,12 +163,6 @@ class Session:
     def num_tokens(self) -> int:
         """Number of tokens of turns and observations in all sequences."""
         return sum(branch.num_tokens for branch in self._branches)
-
-    @property
-    def is_full(self) -> bool:
-        """True where the sequence of the last turn was cut off, or has no room for another turn."""
-        sampled = [branch for branch in self._branches if branch.turns]
-        return bool(sampled) and sampled[-1].is_full
 
     async def generate(
         self,
@@ -356,8 +351,12 @@ class Session:
         """Note that a turn of `branch` is asked for."""
         self._asked[branch] = None
 
-    def ended(self, branch: Branch) -> None:
-        """Note that a turn of `branch` ended: it is the last of the sequences now."""
+    def ended(self, branch: Branch, *, is_full: bool) -> None:
+        """Note that a turn of `branch` ended: it is the last of the sequences now.
+
+        is_full: it was cut off at the end of the context.
+        """
+        self.is_full = is_full
         self._branches.remove(branch)
         self._branches.append(branch)
         self.idle_since = time.monotonic()
@@ -367,6 +366,8 @@ class Session:
             raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
 
     def full(self, why: str) -> ContextFull:
+        """Return the error of a turn that has no room, and note it."""
+        self.is_full = True
         return ContextFull(f"rollout {self.name}: {why}")
 
     def check_open(self) -> None:
