@@ -15,9 +15,11 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, cast
+
+import numpy as np
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
@@ -108,6 +110,8 @@ def checked_step(step: object) -> Step:
         raise EpisodeError(
             f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping"
         )
+    metrics = {name: without_numpy(value) for name, value in step.metrics.items()}
+    step = replace(step, reward=without_numpy(step.reward), metrics=metrics)
     for name, value in {"reward": step.reward, **step.metrics}.items():
         if not (isinstance(value, Real) and math.isfinite(value)):
             raise EpisodeError(
@@ -119,6 +123,11 @@ def checked_step(step: object) -> Step:
             " True"
         )
     return step
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a truth value of numpy, which is no number, as Python's."""
+    return bool(value) if isinstance(value, np.bool_) else value
 
 
 def is_nothing(observation: object) -> bool:

@@ -320,6 +320,25 @@ async def counts(session, prompt):
     return session.finish(1.0)
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_numbers_and_truth_values_of_numpy_are_those_of_python(isolation):
+    name, processes = "tests.faults.environments:OfNumpy", None
+    agent = AgentConfig(environment=name, isolation=isolation)
+    if isolation == "process":
+        processes = EnvironmentProcesses(name)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 0, None, processes)
+    try:
+        with FakeServer("ok") as server:
+            rules = SampleRules(SPEC, want_routes=True)
+            client = RolloutClient([server.url], RolloutConfig(), rules, episodes=runner)
+            rollout = responses(client, PROMPTS[:1])[0]
+    finally:
+        if processes is not None:
+            processes.close()
+    assert rollout.episode.reward == 0.5 and len(rollout.episode.turns) == 2
+    assert rollout.episode.metrics == {"is_last": 1.0, "is_done": 1.0}
+
+
 async def fails_early(session, prompt):
     if prompt.id != "q0":
         raise KeyError("no such tool")
