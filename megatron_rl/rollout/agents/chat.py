@@ -148,7 +148,14 @@ class Chat:
         """Return the tokens of a conversation from its start, with those that open the model's
         turn.  Raises ValueError for messages that the format cannot hold.
         """
-        return list(self._rendered(messages, tools, add_generation_prompt=True).token_ids)
+        shortened = [self._shortened(message) for message in messages]
+        return list(self._rendered(shortened, tools, add_generation_prompt=True).token_ids)
+
+    def num_tokens(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> int:
+        """Return the number of tokens that `render` returns for messages of any length; it takes
+        seconds for megabytes.
+        """
+        return len(self._rendered(messages, tools, add_generation_prompt=True).token_ids)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Schema], *, add_generation_prompt: bool
@@ -211,7 +218,8 @@ class Chat:
         cannot hold.
         """
         start = [*prompt, *completion]
-        added = [self._to_format(message) for message in self.with_written_ids(messages)]
+        written = self.with_written_ids(messages)
+        added = [self._to_format(self._shortened(message)) for message in written]
         try:
             rendered = self._renderer.bridge_to_next_turn(
                 list(prompt), list(completion), added, tools=to_specs(tools)
@@ -229,21 +237,21 @@ class Chat:
         """Return `message` as the format reads it; a developer's is the system's where it has no
         such role.
         """
-        clean = self._shortened(to_format(message))
+        clean = to_format(message)
         if clean["role"] != "developer":
             return clean
         return cast("FormatMessage", {**clean, "role": self._developer})
 
-    def _shortened(self, message: FormatMessage) -> FormatMessage:
+    def _shortened(self, message: Message) -> Message:
         """Shorten a text that no sequence can hold, to a length that none can hold either: to
         encode megabytes takes seconds, in which no episode continues.
         """
-        text = text_of(message["content"])
+        text = text_of(message.get("content"))
         if self._longest is None or len(text) <= CHARACTERS_PER_TOKEN * (self._longest + 1):
             return message
         start = text[: CHARACTERS_PER_TOKEN * (self._longest + 1)]
         fits = len(self._tokenizer.encode(start, add_special_tokens=False)) <= self._longest
-        return message if fits else cast("FormatMessage", {**message, "content": start})
+        return message if fits else {**message, "content": start}
 
     def _check_all_written(
         self, messages: Sequence[FormatMessage], rendered: RenderedTokens

@@ -284,3 +284,23 @@ def test_arguments_that_are_no_object_stay_text_in_a_stream_too():
     (block,) = blocks_of(SimpleNamespace(message={"content": "", "tool_calls": [call]}))
     empty, (delta,) = opened(block)
     assert empty["input"] == {} and json.loads(delta["partial_json"]) == {"unparsed": "{"}
+
+
+async def counts_long_texts(session, prompt):
+    async with await connected(session) as client:
+
+        async def count(*texts):
+            messages = [{"role": "user", "content": text} for text in texts]
+            return (await client.messages.count_tokens(model="any", messages=messages)).input_tokens
+
+        long = "1 " * 20_000  # no sequence can hold it
+        size = len(TOKENIZER.encode(long)) - 1
+        assert await count(long) == await count("1") + size > 20_000
+        assert await count(long, long) == await count("1", "1") + 2 * size
+        await client.messages.create(messages=[USER], **ASKED)
+    return session.finish(1.0)
+
+
+def test_the_count_of_a_text_that_no_sequence_can_hold_is_its_own():
+    with FakeServer("ok", source=chat_sample) as server:
+        sample(server, counts_long_texts)
