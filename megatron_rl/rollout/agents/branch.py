@@ -23,6 +23,7 @@ from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
 from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.sequence_limit import Limits, room
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
+from megatron_rl.rollout.agents.token_ids import check_no_bytes
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import check_continues, join_parts
 from megatron_rl.rollout.group import Group
@@ -305,6 +306,7 @@ class Branch:
         """
         session = self._session
         self._check_idle()
+        check_no_bytes(observation, f"rollout {session.name}: observed")
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
         messages: list[Message] = []
         if isinstance(observation, str):

@@ -32,8 +32,6 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message
@@ -49,6 +47,7 @@ from megatron_rl.rollout.agents.episode import (
 from megatron_rl.rollout.agents.raw_prompts import RawPrompts
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.sequences import Sequences
+from megatron_rl.rollout.agents.token_ids import check_no_bytes, checked_tokens
 from megatron_rl.rollout.agents.tools import Tool, Tools
 from megatron_rl.rollout.client.call import Call, SampleTurn
 
@@ -181,6 +180,7 @@ class Session:
         tools: functions or schemas that the model may call; they need messages, whose format
         describes them in the prompt.
         """
+        check_no_bytes(inputs, f"rollout {self.name}: given")
         parts: list[object] = [] if inputs is None else list(inputs)
         if parts and isinstance(parts[0], Mapping):
             messages = cast("list[Message]", parts)
@@ -378,21 +378,5 @@ class Session:
             )
 
     def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]:
-        """Return `tokens` as ints.  Raises EpisodeError for a value that is no token id (the digits
-        of a text are none), and for one outside the vocabulary, which kills an SGLang server.
-        """
-        try:
-            # a list, as an array would take bytes for the memory of its values
-            ids = array("q", cast("list[int]", list(tokens)))
-        except (TypeError, OverflowError) as error:
-            raise EpisodeError(
-                f"rollout {self.name}: {what}: must be integers, got {tokens!r:.80}: {error}"
-            ) from error
-        values = np.asarray(ids)
-        wrong = values[(values < 0) | (values >= self.vocab_size)]
-        if wrong.size:
-            raise EpisodeError(
-                f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has"
-                f" {self.vocab_size}"
-            )
-        return ids
+        """Return `tokens` as ints.  Raises EpisodeError for what is no token id of the model."""
+        return checked_tokens(tokens, self.vocab_size, f"rollout {self.name}: {what}")
