@@ -26,7 +26,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 from megatron_rl.rollout.agents.episode import ContextFull, Environment, Episode, EpisodeError, Step
 from megatron_rl.rollout.agents.session import Session
-from megatron_rl.rollout.agents.threads import in_thread
+from megatron_rl.rollout.agents.threads import called
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,7 @@ class EnvironmentRollout:
         try:
             with session.span(name, "environment"):
                 async with limit:
-                    is_async = inspect.iscoroutinefunction(method)
-                    answer = await (
-                        method(*arguments) if is_async else in_thread(method, *arguments)
-                    )
+                    answer = await called(method, *arguments)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it
                 raise
