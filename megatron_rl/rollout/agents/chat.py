@@ -121,13 +121,14 @@ class Chat:
 
     def _has_ids(self) -> bool:
         """Return True if the format writes the ids of calls."""
-        call = {"id": "ID", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        probe = [
+        name = "functions.f:7"
+        call = {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        probe: list[Message] = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         rendered = self._probed(probe)
-        return rendered is not None and "ID" in self._tokenizer.decode(rendered.token_ids)
+        return rendered is not None and name in self._tokenizer.decode(rendered.token_ids)
 
     def _probed(self, messages: Sequence[Message]) -> RenderedTokens | None:
         try:

@@ -17,7 +17,7 @@ async def called(function: Callable[..., Any], /, *arguments: object, **named: o
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     result = await in_thread(function, *arguments, **named)
-    # an async function behind an ordinary decorator
+    # of an async function that an ordinary decorator wraps
     return await result if inspect.isawaitable(result) else result
 
 
