@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 
@@ -123,3 +125,17 @@ ONLY_LATER = (
     "gigabyte",
 )
 """Wrong only as what the model would read next: not at the last step."""
+
+
+class OfNumpy:
+    """Answers in numbers and truth values of numpy."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.turns = np.int64(0)
+
+    def step(self, turn: Turn) -> Any:
+        self.turns += 1
+        is_done = self.turns == 2
+        return Step(
+            np.array([9]), np.float32(0.5) if is_done else is_done, is_done, {"is_last": is_done}
+        )

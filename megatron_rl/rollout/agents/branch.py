@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
+from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Input, Observation, Turn
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
 from megatron_rl.rollout.agents.prefill import NO_PREFILL, Prefill
 from megatron_rl.rollout.agents.recorded import RecordedTurns, with_rewards
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.sequence_limit import Limits, room
 from megatron_rl.rollout.agents.stops import Match, Stops, reply_before
+from megatron_rl.rollout.agents.token_ids import check_no_bytes
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import check_continues, join_parts
 from megatron_rl.rollout.group import Group
@@ -50,7 +52,8 @@ class EpisodeOfBranch(Limits, Protocol):
     def waiting(self) -> AbstractContextManager[None]: ...
     def span(self, name: str, kind: str) -> AbstractContextManager[object]: ...
     def asked(self, branch: Branch) -> None: ...
-    def ended(self, branch: Branch) -> None: ...
+    def ended(self, branch: Branch, *, is_full: bool) -> None: ...
+    def full(self, why: str) -> ContextFull: ...
     def check_open(self) -> None: ...
     def check_finite(self, name: str, value: object) -> None: ...
     def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]: ...
@@ -66,8 +69,6 @@ class Branch:
         """The model's turns in this sequence."""
         self.parts: list[Rollout] = []
         """The record of each turn, a part of the sequence; they are joined once, at the end."""
-        self.is_full = False
-        """A turn had no room, or was cut off at the end of the context."""
         self.rewards: list[float] = []
         """Rewards of reward_turn, one a turn; [] without any."""
         self._messages: list[Message] = []
@@ -138,9 +139,8 @@ class Branch:
         left, setting = room(session, self.num_tokens, len(self._tokens))
         left -= observed
         if left < 1:
-            self.is_full = True
             over = f", and {-left} more observed tokens have no room" if left else ""
-            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
+            raise session.full(f"{setting} are used up{over}")
         return left
 
     async def generate(
@@ -243,8 +243,7 @@ class Branch:
         self.turns.append(turn)
         self._messages.append({"role": "assistant", "content": turn.prefill + turn.text})
         # a turn that ended at its own max_tokens leaves room for another one
-        self.is_full = turn.finish_reason == "length" and self.remaining < 1
-        self._session.ended(self)
+        self._session.ended(self, is_full=turn.finish_reason == "length" and self.remaining < 1)
 
     def release(self) -> None:
         """Forget the records of the turns."""
@@ -307,6 +306,7 @@ class Branch:
         """
         session = self._session
         self._check_idle()
+        check_no_bytes(observation, f"rollout {session.name}: observed")
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
         messages: list[Message] = []
         if isinstance(observation, str):

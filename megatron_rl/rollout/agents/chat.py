@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, cast
 
 from megatron_rl.launch.log_lines import encodable
+from megatron_rl.rollout.agents.call_ids import client_id, with_written_ids
 from megatron_rl.rollout.agents.known_texts import KnownTexts
 from megatron_rl.rollout.agents.learned import LearnedTurns
 from megatron_rl.rollout.agents.long_texts import CHARACTERS_PER_TOKEN
+from megatron_rl.rollout.agents.reply import Reply, ToolCall, to_call
 
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage
-    from renderers import ParsedToolCall, RenderedTokens, Renderer, ToolSpec
+    from renderers import RenderedTokens, Renderer, ToolSpec
     from transformers import PreTrainedTokenizerBase
 
 NOT_NAMED = ("auto", "default", "custom")
@@ -35,8 +36,6 @@ RENDER_ERRORS = (
 """Exceptions of renderers for messages that their format cannot hold."""
 MAX_VARIANTS = 16
 """Number of the formats with other chat_template_kwargs that are kept."""
-MAX_DEPTH = 100
-"""Depth of lists and mappings in the arguments of a call."""
 
 Message = Mapping[str, object]
 """A message with keys as in OpenAI's API: {"role": "tool", "content": "4"}."""
@@ -44,58 +43,6 @@ Schema = Mapping[str, object]
 """A tool, as in OpenAI's API: {"type": "function", "function": {"name": ..., "description": ...,
 "parameters": ...}}.
 """
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model wrote."""
-
-    id: str
-    name: str
-    """The name of the tool, "" where the call has none."""
-    arguments: object
-    raw: str
-    problem: str = ""
-    """Why the call cannot be made, "" where it can."""
-
-    @property
-    def arguments_json(self) -> str:
-        if isinstance(self.arguments, str):
-            return self.arguments
-        return json.dumps(self.arguments, ensure_ascii=False)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A turn, read in the model's chat format."""
-
-    content: str
-    reasoning: str | None
-    tool_calls: tuple[ToolCall, ...]
-
-    @property
-    def message(self) -> dict[str, object]:
-        """The turn as a message of OpenAI's API.
-
-        A call without a name is no call there: its text is part of the content.
-        """
-        nameless = [call.raw for call in self.tool_calls if not call.name]
-        message: dict[str, object] = {
-            "role": "assistant",
-            "content": "\n".join(filter(None, [self.content, *nameless])),
-        }
-        if self.reasoning is not None:
-            message["reasoning_content"] = self.reasoning
-        if calls := [call for call in self.tool_calls if call.name]:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments_json},
-                }
-                for call in calls
-            ]
-        return message
 
 
 class Chat:
@@ -138,6 +85,7 @@ class Chat:
                 " model.path"
             ) from error
         self._developer = "developer" if self._has_role("developer") else "system"
+        self._writes_ids = self._has_ids()
         # a cache of this object: as a decorator it would keep every tokenizer alive
         self._variant = lru_cache(MAX_VARIANTS)(
             lambda template: Chat(name, tokenizer, history, longest, template)
@@ -167,11 +115,29 @@ class Chat:
     def _has_role(self, role: str) -> bool:
         """Return True if the format writes messages of this role.  It may skip or refuse others."""
         probe = [{"role": role, "content": "a"}, {"role": "user", "content": "b"}]
+        rendered = self._probed(probe)
+        return rendered is not None and 0 in rendered.message_indices
+
+    def _has_ids(self) -> bool:
+        """Return True if the format writes the ids of calls."""
+        name = "functions.f:7"
+        call = {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        probe: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        rendered = self._probed(probe)
+        return rendered is not None and name in self._tokenizer.decode(rendered.token_ids)
+
+    def _probed(self, messages: Sequence[Message]) -> RenderedTokens | None:
         try:
-            rendered = self._renderer.render(cast("list[FormatMessage]", probe))
+            return self._renderer.render(cast("list[FormatMessage]", messages))
         except RENDER_ERRORS:
-            return False
-        return 0 in rendered.message_indices
+            return None
+
+    def with_written_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return `messages` with the ids of calls that the format writes."""
+        return with_written_ids(messages) if self._writes_ids else messages
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -182,12 +148,19 @@ class Chat:
         """Return the tokens of a conversation from its start, with those that open the model's
         turn.  Raises ValueError for messages that the format cannot hold.
         """
-        return list(self._rendered(messages, tools, add_generation_prompt=True).token_ids)
+        shortened = [self._shortened(message) for message in messages]
+        return list(self._rendered(shortened, tools, add_generation_prompt=True).token_ids)
+
+    def num_tokens(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> int:
+        """Return the number of tokens that `render` returns for messages of any length; it takes
+        seconds for megabytes.
+        """
+        return len(self._rendered(messages, tools, add_generation_prompt=True).token_ids)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Schema], *, add_generation_prompt: bool
     ) -> RenderedTokens:
-        written = [self._to_format(message) for message in messages]
+        written = [self._to_format(message) for message in self.with_written_ids(messages)]
         try:
             rendered = self._renderer.render(
                 written, tools=to_specs(tools), add_generation_prompt=add_generation_prompt
@@ -241,7 +214,8 @@ class Chat:
         cannot hold.
         """
         start = [*prompt, *completion]
-        added = [self._to_format(message) for message in messages]
+        written = self.with_written_ids(messages)
+        added = [self._to_format(self._shortened(message)) for message in written]
         try:
             rendered = self._renderer.bridge_to_next_turn(
                 list(prompt), list(completion), added, tools=to_specs(tools)
@@ -259,21 +233,21 @@ class Chat:
         """Return `message` as the format reads it; a developer's is the system's where it has no
         such role.
         """
-        clean = self._shortened(to_format(message))
+        clean = to_format(message)
         if clean["role"] != "developer":
             return clean
         return cast("FormatMessage", {**clean, "role": self._developer})
 
-    def _shortened(self, message: FormatMessage) -> FormatMessage:
+    def _shortened(self, message: Message) -> Message:
         """Shorten a text that no sequence can hold, to a length that none can hold either: to
         encode megabytes takes seconds, in which no episode continues.
         """
-        text = text_of(message["content"])
+        text = text_of(message.get("content"))
         if self._longest is None or len(text) <= CHARACTERS_PER_TOKEN * (self._longest + 1):
             return message
         start = text[: CHARACTERS_PER_TOKEN * (self._longest + 1)]
         fits = len(self._tokenizer.encode(start, add_special_tokens=False)) <= self._longest
-        return message if fits else cast("FormatMessage", {**message, "content": start})
+        return message if fits else {**message, "content": start}
 
     def _check_all_written(
         self, messages: Sequence[FormatMessage], rendered: RenderedTokens
@@ -317,8 +291,7 @@ class Chat:
         turn: a name that no other turn of the episode has.
         """
         # Formats number their calls, or do not name them: a client needs ids that differ in the
-        # whole episode.  Some formats write the ids into the prompt, so that an episode which
-        # continues needs the ids that it had.
+        # whole episode (call_ids.py), and an episode which continues those that it had
         try:
             parsed = self._renderer.parse_response(
                 list(completion), tools=to_specs(tools), prompt_ids=list(prompt)
@@ -326,31 +299,13 @@ class Chat:
         # json and renderers raise for thousands of brackets or digits
         except (ValueError, RecursionError) as error:
             text = self._tokenizer.decode(completion, skip_special_tokens=True)
-            return Reply("", None, (ToolCall(f"call_{turn}_0", "", text, text, str(error)),))
+            call_id = client_id(turn, 0, None)
+            return Reply("", None, (ToolCall(call_id, "", text, text, str(error)),))
         calls = tuple(
-            to_call(call, f"call_{turn}_{number}") for number, call in enumerate(parsed.tool_calls)
+            to_call(call, client_id(turn, number, call.id))
+            for number, call in enumerate(parsed.tool_calls)
         )
         return Reply(parsed.content, parsed.reasoning_content, calls)
-
-
-def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
-    problem = "" if call.status == "ok" else call.status.replace("_", " ")
-    name, arguments = call.name or "", call.raw if call.arguments is None else call.arguments
-    # JSON may hold any value here, and formats cannot write such a call into a prompt
-    if not isinstance(name, str):
-        name, problem = "", problem or "its name is no text"
-    if is_deep(arguments):  # tools and JSON writers recurse into it
-        arguments, problem = call.raw, problem or f"arguments nested more than {MAX_DEPTH} deep"
-    text = json.dumps([name, arguments], ensure_ascii=False)
-    if (clean := encodable(text)) != text:
-        name, arguments = json.loads(clean)
-    return ToolCall(call_id, name, arguments, call.raw, problem)
-
-
-def is_deep(value: object, left: int = MAX_DEPTH) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list) and (not left or any(is_deep(item, left - 1) for item in value))
 
 
 def to_format(message: Message) -> FormatMessage:

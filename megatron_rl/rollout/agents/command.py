@@ -56,7 +56,7 @@ class CommandRollout:
             ended = await self.processes.run(env, question + "\n")
         code, output, errors = ended
         if code != 0:
-            if session.is_full or session.is_refused:  # the error of its last request
+            if session.is_full:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
             last = "\n".join(errors.splitlines()[-STDERR_LINES:])
             raise EpisodeError(

@@ -192,7 +192,8 @@ class Conversations:
         None where the format would change sampled tokens.
         """
         # there is an answer, as `node` is the last one
-        added = messages[(last_answer(messages) or 0) + 1 :]
+        written = chat.with_written_ids(messages)  # answers of calls name those before
+        added = written[(last_answer(messages) or 0) + 1 :]
         (window, begin), sequence = node.asked_for, node.place.branch
         prompt, completion = sequence.span(window, begin), sequence.span(begin, node.place.end)
         tokens = chat.continuation(prompt, completion, added, tools.schemas)

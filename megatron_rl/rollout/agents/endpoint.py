@@ -30,6 +30,7 @@ from megatron_rl.rollout.agents.episode import Access, EpisodeError, Turn
 from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError, DoorRequest, Json, answers, num_tokens
 from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.agents.threads import in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,7 +193,9 @@ class Endpoint:
     async def _count(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
         asked = checked(messages.CountRequest, await body_of(request))
-        return web.json_response({"input_tokens": num_tokens(episode.session, asked.question)})
+        # in a thread: to encode megabytes takes seconds
+        number = await in_thread(num_tokens, episode.session, asked.question)
+        return web.json_response({"input_tokens": number})
 
 
 async def body_of(request: web.Request) -> object:

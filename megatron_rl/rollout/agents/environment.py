@@ -14,8 +14,10 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from megatron_rl.config import AgentConfig, ConfigError
 from megatron_rl.records import Prompt
@@ -23,7 +25,7 @@ from megatron_rl.reward.function import is_finite
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 from megatron_rl.rollout.agents.episode import ContextFull, Environment, Episode, EpisodeError, Step
 from megatron_rl.rollout.agents.session import Session
-from megatron_rl.rollout.agents.threads import in_thread
+from megatron_rl.rollout.agents.threads import called
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,7 @@ class EnvironmentRollout:
         try:
             with session.span(name, "environment"):
                 async with limit:
-                    is_async = inspect.iscoroutinefunction(method)
-                    answer = await (
-                        method(*arguments) if is_async else in_thread(method, *arguments)
-                    )
+                    answer = await called(method, *arguments)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it
                 raise
@@ -107,6 +106,8 @@ def checked_step(step: object) -> Step:
         raise EpisodeError(
             f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping"
         )
+    metrics = {name: without_numpy(value) for name, value in step.metrics.items()}
+    step = replace(step, reward=without_numpy(step.reward), metrics=metrics)
     for name, value in {"reward": step.reward, **step.metrics}.items():
         if not is_finite(value):
             raise EpisodeError(
@@ -119,6 +120,11 @@ def checked_step(step: object) -> Step:
             " True"
         )
     return step
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a truth value of numpy, which is no number, as Python's."""
+    return bool(value) if isinstance(value, np.bool_) else value
 
 
 def is_nothing(observation: object) -> bool:

@@ -15,9 +15,11 @@ from dataclasses import asdict, fields
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.episode import Environment, Step, Turn
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 
 
 def load_environment(name: str) -> Callable[[], EnvironmentService]:
@@ -75,11 +77,13 @@ def turn_of(values: Mapping[str, Any]) -> Turn:
 
 
 def plain(value: object) -> object:
-    """Return `value` as JSON holds it, numbers of numpy included.  Raises TypeError for what is no
-    observation.
+    """Return `value` as JSON holds it, numbers and truth values of numpy included.  Raises
+    TypeError for what is no observation.
     """
     if isinstance(value, Step):
         return {"step": {item.name: plain(getattr(value, item.name)) for item in fields(value)}}
+    if isinstance(value, np.bool_):
+        return bool(value)
     # bool before Integral, which it is, too
     if value is None or isinstance(value, str | bool):
         return value

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import Message, Reply
+from megatron_rl.rollout.agents.chat import Message
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.tools import Tools
 
 Observation = str | Sequence[int] | Sequence[Message]

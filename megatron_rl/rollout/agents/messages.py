@@ -234,7 +234,7 @@ def assistant(blocks: Sequence[Mapping[str, Any]]) -> Json:
                 "type": "function",
                 "function": {
                     "name": call.get("name"),
-                    "arguments": json.dumps(call.get("input"), ensure_ascii=False),
+                    "arguments": unparsed(call.get("input")),
                 },
             }
             for call in calls
@@ -285,9 +285,18 @@ def parsed(arguments: str) -> Json:
     """
     try:
         values = json.loads(arguments)
-    except ValueError:
+        json.dumps(values, allow_nan=False)  # NaN and 1e999 are no JSON
+    except (ValueError, RecursionError):
         values = None
     return values if isinstance(values, dict) else {"unparsed": arguments}
+
+
+def unparsed(arguments: object) -> str:
+    """Return the text of a call's arguments, the inverse of `parsed`."""
+    text = arguments.get("unparsed") if isinstance(arguments, Mapping) else None
+    if isinstance(text, str) and parsed(text) == arguments:
+        return text
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def opened(block: Json) -> tuple[Json, list[Json]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.launch.log_lines import encodable
-from megatron_rl.rollout.agents.chat import Chat, Reply, Schema
+from megatron_rl.rollout.agents.chat import Chat, Schema
 from megatron_rl.rollout.agents.long_texts import encoded_up_to
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.stops import reply_before
 
 if TYPE_CHECKING:

@@ -13,6 +13,11 @@ from megatron_rl.workers.forks import ForkingProcess
 from megatron_rl.workers.protocol import CallFailed, WorkerSpec
 
 LOADER = "megatron_rl.workers.program:load_program"
+ENDED = (
+    "its process ended (os._exit, os.exec, a signal or memory), and what it wrote is lost; under"
+    " agent.preload a program must end by its last line, sys.exit or an exception; or remove"
+    " agent.preload"
+)
 
 
 class ProgramProcesses(ForkingProcess):
@@ -42,5 +47,5 @@ class ProgramProcesses(ForkingProcess):
                 await worker.connect()
                 answer: Any = await worker.call("run", call)
         except CallFailed as error:  # the process was lost: the program has no exit status
-            return 1, "", str(error)
+            return 1, "", ENDED if error.kind == "crashes" else str(error)
         return answer["status"], answer["output"], answer["errors"]

@@ -208,7 +208,7 @@ def num_tokens(session: Session, asked: Question) -> int:
         raise ApiError(400, "messages need agent.renderer, the format of the model's chat; set it")
     try:
         chat = session.chat.with_template(asked.template)
-        tokens = chat.render(asked.messages, Tools(asked.tools).schemas)
-        return len(tokens) + len(encoded(asked.prefill, session.tokenizer, None).token_ids)
+        number = chat.num_tokens(asked.messages, Tools(asked.tools).schemas)
+        return number + len(encoded(asked.prefill, session.tokenizer, None).token_ids)
     except ValueError as error:
         raise refusal(error, asked) from error

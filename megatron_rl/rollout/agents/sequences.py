@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.rollout.agents.branch import Branch, EpisodeOfBranch
-from megatron_rl.rollout.agents.episode import ContextFull, Turn
+from megatron_rl.rollout.agents.episode import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,9 @@ class Answer:
 class EpisodeOfSequences(EpisodeOfBranch, Protocol):
     """The part of a Session that its sequences need."""
 
-    is_refused: bool
-
     @property
     def is_stopped(self) -> bool: ...
     def branch(self, token_ids: Sequence[int]) -> Branch: ...
-    def full(self, why: str) -> ContextFull: ...
 
 
 class Sequences:
@@ -137,6 +134,5 @@ class Sequences:
         """Raise ContextFull for an input of more tokens than a sequence can have."""
         session = self._session
         most, setting = session.sequence_limit or (None, "")
-        session.is_refused = most is not None and num_tokens >= most
-        if session.is_refused:
+        if most is not None and num_tokens >= most:
             raise session.full(f"{num_tokens} tokens of input are more than {setting} allows")

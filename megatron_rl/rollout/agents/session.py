@@ -31,8 +31,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.reward.function import is_finite
 from megatron_rl.rollout.agents.branch import Branch
@@ -49,6 +47,7 @@ from megatron_rl.rollout.agents.episode import (
 from megatron_rl.rollout.agents.raw_prompts import RawPrompts
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.sequences import Sequences
+from megatron_rl.rollout.agents.token_ids import check_no_bytes, checked_tokens
 from megatron_rl.rollout.agents.tools import Tool, Tools
 from megatron_rl.rollout.client.call import Call, SampleTurn
 
@@ -110,8 +109,9 @@ class Session:
         self.idle_since = time.monotonic()
         """When the last turn of any sequence ended; before the first one, when the episode
         began."""
-        self.is_refused = False
-        """The last messages were longer than a sequence can be."""
+        self.is_full = False
+        """The last turn was cut off at the end of the context, or one that was asked for after it
+        had no room, in any sequence."""
         self.episode: Episode | None = None
         """The episode as `finish` returned it last."""
         self._branches: list[Branch] = []  # in the order of their last turns
@@ -163,12 +163,6 @@ class Session:
         """Number of tokens of turns and observations in all sequences."""
         return sum(branch.num_tokens for branch in self._branches)
 
-    @property
-    def is_full(self) -> bool:
-        """True where the sequence of the last turn was cut off, or has no room for another turn."""
-        sampled = [branch for branch in self._branches if branch.turns]
-        return bool(sampled) and sampled[-1].is_full
-
     async def generate(
         self,
         inputs: Sequence[Message] | Sequence[int] | None = None,
@@ -186,6 +180,7 @@ class Session:
         tools: functions or schemas that the model may call; they need messages, whose format
         describes them in the prompt.
         """
+        check_no_bytes(inputs, f"rollout {self.name}: given")
         parts: list[object] = [] if inputs is None else list(inputs)
         if parts and isinstance(parts[0], Mapping):
             messages = cast("list[Message]", parts)
@@ -356,8 +351,12 @@ class Session:
         """Note that a turn of `branch` is asked for."""
         self._asked[branch] = None
 
-    def ended(self, branch: Branch) -> None:
-        """Note that a turn of `branch` ended: it is the last of the sequences now."""
+    def ended(self, branch: Branch, *, is_full: bool) -> None:
+        """Note that a turn of `branch` ended: it is the last of the sequences now.
+
+        is_full: it was cut off at the end of the context.
+        """
+        self.is_full = is_full
         self._branches.remove(branch)
         self._branches.append(branch)
         self.idle_since = time.monotonic()
@@ -369,6 +368,8 @@ class Session:
             )
 
     def full(self, why: str) -> ContextFull:
+        """Return the error of a turn that has no room, and note it."""
+        self.is_full = True
         return ContextFull(f"rollout {self.name}: {why}")
 
     def check_open(self) -> None:
@@ -379,21 +380,5 @@ class Session:
             )
 
     def check_tokens(self, tokens: Sequence[object], what: str) -> array[int]:
-        """Return `tokens` as ints.  Raises EpisodeError for a value that is no token id (the digits
-        of a text are none), and for one outside the vocabulary, which kills an SGLang server.
-        """
-        try:
-            # a list, as an array would take bytes for the memory of its values
-            ids = array("q", cast("list[int]", list(tokens)))
-        except (TypeError, OverflowError) as error:
-            raise EpisodeError(
-                f"rollout {self.name}: {what}: must be integers, got {tokens!r:.80}: {error}"
-            ) from error
-        values = np.asarray(ids)
-        wrong = values[(values < 0) | (values >= self.vocab_size)]
-        if wrong.size:
-            raise EpisodeError(
-                f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has"
-                f" {self.vocab_size}"
-            )
-        return ids
+        """Return `tokens` as ints.  Raises EpisodeError for what is no token id of the model."""
+        return checked_tokens(tokens, self.vocab_size, f"rollout {self.name}: {what}")

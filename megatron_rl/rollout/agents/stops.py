@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_rl.launch.log_lines import encodable
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.recorded import part
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.turn_text import text_of_turn
 
 if TYPE_CHECKING:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
+
+
+async def called(function: Callable[..., Any], /, *arguments: object, **named: object) -> Any:
+    """Call `function` and wait for its result; one that is not async is called in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await in_thread(function, *arguments, **named)
+    # of an async function that an ordinary decorator wraps
+    return await result if inspect.isawaitable(result) else result
 
 
 async def in_thread(

@@ -26,8 +26,9 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, validate_call
 from pydantic_core import to_json
 
-from megatron_rl.rollout.agents.chat import Schema, ToolCall
-from megatron_rl.rollout.agents.threads import in_thread
+from megatron_rl.rollout.agents.chat import Schema
+from megatron_rl.rollout.agents.reply import ToolCall
+from megatron_rl.rollout.agents.threads import called
 
 Tool = Callable[..., Any] | Schema
 """A function that is called, or only the schema of a tool that the rollout function serves."""
@@ -105,10 +106,7 @@ class Tools:
             return f"error: arguments of {call.name} must be an object, got {wrong}", True
         try:
             values, named = tool.arguments_of(call.name, arguments)
-            if inspect.iscoroutinefunction(tool.function):
-                answer = await tool.function(*values, **named)
-            else:
-                answer = await in_thread(tool.function, *values, **named)
+            answer = await called(tool.function, *values, **named)
         except ToolError as error:
             return f"error: {error}", True
         return answer if isinstance(answer, str) else to_json(answer).decode(), False
@@ -177,10 +175,12 @@ def described_function(
         DocstringParsingException,
         PydanticUserError,
         NameError,
+        TypeError,  # an object with __call__, or a partial
     ) as error:
         raise ValueError(
-            f"tools: {name} cannot be described to the model: {error}; it needs a type hint for"
-            " every argument, and a docstring with a line for each under 'Args:'"
+            f"tools: {name} cannot be described to the model: {error}; it must be a function or a"
+            " method with a type hint for every argument, and a docstring with a line for each"
+            " under 'Args:'"
         ) from error
 
 

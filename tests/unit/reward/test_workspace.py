@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.reward.sandbox.box import SandboxError, find_box
 from megatron_rl.reward.sandbox.programs import workspace as program
 from megatron_rl.reward.sandbox.workspace import COMMANDS, LIMITS, Workspace, WorkspaceError
-from megatron_rl.rollout.agents.chat import ToolCall
+from megatron_rl.rollout.agents.reply import ToolCall
 from megatron_rl.rollout.agents.tools import Tools
 from tests.fake_server import wait_for
 from tests.unit.reward.test_sandbox import processes_with, skip_without

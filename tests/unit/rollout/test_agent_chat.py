@@ -3,6 +3,7 @@ examples/agents.
 """
 
 import asyncio
+import functools
 import gc
 import json
 import weakref
@@ -17,9 +18,11 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import chat as chat_module
-from megatron_rl.rollout.agents.chat import MAX_DEPTH, Chat, ToolCall, is_deep, text_of
+from megatron_rl.rollout.agents.chat import Chat, text_of
 from megatron_rl.rollout.agents.conversation import chained
 from megatron_rl.rollout.agents.known_texts import KnownTexts
+from megatron_rl.rollout.agents.reply import MAX_DEPTH, ToolCall, is_deep
+from megatron_rl.rollout.agents.threads import called
 from megatron_rl.rollout.agents.tools import Tools
 from tests.fake_server import wait_for
 from tests.words import qwen_tokenizer, word_tokenizer
@@ -301,6 +304,47 @@ def test_methods_are_tools_of_their_object_which_ends_with_its_last_use():
     del counters, tools
     # the thread of the last call may still be ending
     assert wait_for(lambda: gc.collect() >= 0 and gone() is None, 10)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*values, **named):
+        return function(*values, **named)
+
+    return call
+
+
+@decorated
+async def wait_and_echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: what to say
+    """
+    await asyncio.sleep(0)
+    return text
+
+
+def test_an_async_function_behind_a_decorator_is_awaited():
+    call = ToolCall("id", "wait_and_echo", {"text": "x"}, "")
+    assert asyncio.run(Tools([wait_and_echo]).answer(call)) == ("x", False)
+    assert asyncio.run(called(wait_and_echo, text="x")) == "x"
+
+
+class WithCall:
+    """Say it again."""
+
+    def __call__(self, text: str) -> str:
+        return text
+
+
+@pytest.mark.parametrize(
+    "tool, name", [(functools.partial(echo, text="x"), "partial"), (WithCall(), "WithCall object")]
+)
+def test_an_object_that_is_no_function_is_refused_by_name(tool, name):
+    why = f"tools: .*{name}.* cannot be described to the model: .*must be a function or a method"
+    with pytest.raises(ValueError, match=why):
+        Tools([tool])
 
 
 @pytest.mark.parametrize("function", [{"name": ""}, {"name": 5}, {}, "multiply"])

@@ -13,8 +13,8 @@ from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import AgentConfig, RolloutConfig, load_config
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.episode import EpisodeError
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.sequence_limit import sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError

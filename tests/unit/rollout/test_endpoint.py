@@ -30,12 +30,12 @@ from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import ToolError, Turn, command
-from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program, run_program
 from megatron_rl.rollout.agents.completions import CompletionRequest, chunks
 from megatron_rl.rollout.agents.episode import ContextFull
 from megatron_rl.rollout.agents.fields import checked
 from megatron_rl.rollout.agents.question import ApiError
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.rollout_function import load_function, user_processes
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError

@@ -18,9 +18,9 @@ import pytest
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError, Turn
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment import EnvironmentRollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 from megatron_rl.rollout.agents.runner import EpisodeRunner, check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import SampleRules
@@ -318,6 +318,25 @@ async def counts(session, prompt):
     await asyncio.sleep(0.01)
     running[0] -= 1
     return session.finish(1.0)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_numbers_and_truth_values_of_numpy_are_those_of_python(isolation):
+    name, processes = "tests.faults.environments:OfNumpy", None
+    agent = AgentConfig(environment=name, isolation=isolation)
+    if isolation == "process":
+        processes = EnvironmentProcesses(name)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 0, None, processes)
+    try:
+        with FakeServer("ok") as server:
+            rules = SampleRules(SPEC, want_routes=True)
+            client = RolloutClient([server.url], RolloutConfig(), rules, episodes=runner)
+            rollout = responses(client, PROMPTS[:1])[0]
+    finally:
+        if processes is not None:
+            processes.close()
+    assert rollout.episode.reward == 0.5 and len(rollout.episode.turns) == 2
+    assert rollout.episode.metrics == {"is_last": 1.0, "is_done": 1.0}
 
 
 async def fails_early(session, prompt):

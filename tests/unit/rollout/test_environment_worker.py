@@ -18,8 +18,8 @@ import pytest
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import environment_worker as worker
-from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment_process import LOADER
+from megatron_rl.rollout.agents.reply import Reply, ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
 from megatron_rl.workers import protocol, serving
 from megatron_rl.workers.protocol import call_line
@@ -75,11 +75,12 @@ def test_a_turn_arrives_as_it_was_sampled(turn):
         (True, True),
         (np.int64(3), 3),
         (np.float32(0.5), 0.5),
+        (np.array([1, 2]) > 1, [False, True]),
         (np.arange(2), [0, 1]),
         ((1, (2.5,)), [1, [2.5]]),
         ([{"role": "tool", "content": "4"}], [{"role": "tool", "content": "4"}]),
         (Step(), {"step": {"observation": "", "reward": 0.0, "done": False, "metrics": {}}}),
-        (Step([np.int64(8)], np.float32(1.5), True, {"n": np.int32(2)}),
+        (Step([np.int64(8)], np.float32(1.5), np.bool_(True), {"n": np.int32(2)}),
          {"step": {"observation": [8], "reward": 1.5, "done": True, "metrics": {"n": 2}}}),
     ],
 )  # fmt: skip

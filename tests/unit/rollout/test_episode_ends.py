@@ -241,6 +241,24 @@ async def gives_text(session, prompt):
     return session.finish()
 
 
+async def observes_bytes(session, prompt):
+    await session.generate(max_tokens=TURN)
+    session.observe(b"12")
+
+
+async def observes_a_view(session, prompt):
+    await session.generate(max_tokens=TURN)
+    session.observe(memoryview(b"12"))
+
+
+async def gives_bytes(session, prompt):
+    await session.generate(bytearray(b"12"))
+
+
+async def branches_from_bytes(session, prompt):
+    session.branch(b"12")
+
+
 async def gives_fractions(session, prompt):
     await session.branch([9.7]).generate()
     return session.finish()
@@ -257,6 +275,10 @@ async def gives_fractions(session, prompt):
         ),
         (edits_its_reward, "returned Episode, must be session.finish.. of this session, unchanged"),
         (gives_text, "given: must be integers, got .'1', '2'."),
+        (observes_bytes, "observed: bytes are no token ids, got b'12'; decode them"),
+        (observes_a_view, "observed: bytes are no token ids, got b'12'; decode them"),
+        (gives_bytes, "given: bytes are no token ids, got b'12'; decode them"),
+        (branches_from_bytes, "branched from: bytes are no token ids, got b'12'; decode them"),
         (gives_fractions, "branched from: must be integers, got .9.7."),
     ],
 )

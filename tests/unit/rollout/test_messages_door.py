@@ -4,13 +4,14 @@ errors, and every sampled token learned from once.
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from anthropic import AsyncAnthropic, AuthenticationError, BadRequestError, NotFoundError
 
-from megatron_rl.rollout.agents.messages import blocks_of, opened, parsed
+from megatron_rl.rollout.agents.messages import blocks_of, opened, parsed, unparsed
 from tests.fake_server import FakeServer
 from tests.unit.rollout.test_endpoint import (
     CALL,
@@ -114,6 +115,45 @@ def test_a_whole_float_of_a_call_may_come_back_as_javascript_writes_it():
         check_every_token_once(server, rollout)
     assert len(rollout.sequences) == 1 and rollout.num_spans == 2
     assert FLOATS in TOKENIZER.decode(rollout.tokens), "the tokens stay as they were sampled"
+
+
+async def sends_what_is_no_object_back(session, prompt):
+    async with await connected(session) as client:
+        asked = ASKED | {"tools": [TOOL]}
+        first = await client.messages.create(messages=[USER], **asked)
+        async with client.messages.stream(messages=[USER], **asked) as stream:
+            streamed = await stream.get_final_message()
+        calls = [*first.content, *streamed.content]
+        assert [list(call.input) for call in calls] == [["unparsed"]] * 2
+        for call in calls:
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "no object"}
+            said = {"role": "assistant", "content": [call.model_dump(exclude_none=True)]}
+            history = [USER, said, {"role": "user", "content": [result]}]
+            await client.messages.create(messages=history, **asked)
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("arguments", ["[3, 2]", '"x"', '{"a": NaN}', '{"a": [1e999, -1e999]}'])
+def test_arguments_that_are_no_json_object_come_back_as_the_model_wrote_them(arguments):
+    def reply(conversation):
+        is_answered = "<tool_response>" in conversation.split("<|im_start|>")[-2]
+        return "hm" if is_answered else CALL.replace('{"a": 3, "b": 2}', arguments)
+
+    with FakeServer("ok", source=partial(chat_sample, reply=reply)) as server:
+        rollout, _ = sample(server, sends_what_is_no_object_back)
+        check_every_token_once(server, rollout)
+    assert [sequence.num_spans for sequence in rollout.sequences] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"unparsed": 5}, {"unparsed": '{"a": 1}'}, {"unparsed": "[1]", "b": 2}]
+)
+def test_an_argument_named_unparsed_stays(arguments):
+    assert json.loads(unparsed(arguments)) == arguments
+
+
+def test_unparsed_brackets_by_the_thousand_are_a_text():
+    assert unparsed(parsed("[" * 100_000)) == "[" * 100_000
 
 
 async def thinks(session, prompt):
@@ -244,3 +284,23 @@ def test_arguments_that_are_no_object_stay_text_in_a_stream_too():
     (block,) = blocks_of(SimpleNamespace(message={"content": "", "tool_calls": [call]}))
     empty, (delta,) = opened(block)
     assert empty["input"] == {} and json.loads(delta["partial_json"]) == {"unparsed": "{"}
+
+
+async def counts_long_texts(session, prompt):
+    async with await connected(session) as client:
+
+        async def count(*texts):
+            messages = [{"role": "user", "content": text} for text in texts]
+            return (await client.messages.count_tokens(model="any", messages=messages)).input_tokens
+
+        long = "1 " * 20_000  # no sequence can hold it
+        size = len(TOKENIZER.encode(long)) - 1
+        assert await count(long) == await count("1") + size > 20_000
+        assert await count(long, long) == await count("1", "1") + 2 * size
+        await client.messages.create(messages=[USER], **ASKED)
+    return session.finish(1.0)
+
+
+def test_the_count_of_a_text_that_no_sequence_can_hold_is_its_own():
+    with FakeServer("ok", source=chat_sample) as server:
+        sample(server, counts_long_texts)

@@ -6,8 +6,9 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
-from megatron_rl.rollout.agents.chat import Chat, Reply
+from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.prefill import Prefill, encoded
+from megatron_rl.rollout.agents.reply import Reply
 from tests.fake_server import FakeServer
 from tests.unit.rollout.test_endpoint import (
     MULTIPLY,

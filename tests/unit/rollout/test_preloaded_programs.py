@@ -125,8 +125,11 @@ def test_a_program_is_killed_with_its_children_when_its_episode_ends(coded):
 
 
 def test_a_lost_program_and_one_without_memory(coded):
+    lost = "its process ended (os._exit, os.exec, a signal or memory), and what it wrote is lost"
     for code, why in (
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", lost),
+        ("import os; os._exit(0)", lost),
+        ("import os; os.execv('/bin/true', ['true'])", lost),
         ("x = bytearray(2**34)", "MemoryError"),
     ):
         processes = coded(code, process_memory_gib=8.0)

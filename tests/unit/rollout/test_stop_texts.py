@@ -16,8 +16,8 @@ from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.records.token_sets import TokenSets
 from megatron_rl.rollout.agents.branch import Branch
-from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.recorded import RecordedTurns
+from megatron_rl.rollout.agents.reply import Reply
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.agents.stops import Stops, reply_before
 from megatron_rl.rollout.client.client import RolloutClient
