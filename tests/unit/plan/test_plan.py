@@ -202,6 +202,12 @@ def test_a_recipe_is_planned_without_its_files(recipe):
         report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
 
 
+def test_servers_of_a_published_model_have_its_dtype_not_that_of_the_training():
+    values = ("--model.path", "qwen3-30b-a3b", "--run.device", "cpu", "--model.dtype", "float32")
+    said = report(load_config(None, ["--data.train", "x", *values]), 1)
+    assert "--dtype bfloat16" in said and "--dtype float32" not in said
+
+
 def test_too_few_servers_are_a_warning():
     path = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/on_policy.toml"
 
