@@ -17,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.rules.server_gpus import devices_of_server
-from megatron_rl.config.rules.server_rules import is_local
+from megatron_rl.config.rules.server_rules import is_reachable
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
@@ -339,7 +339,7 @@ def max_sources(cfg: Config, parallel: Parallel) -> int:
     """
     if cfg.rollout.weight_sync == "distributed":
         is_spread = local_world_size(parallel) < parallel.world_size
-        is_unreachable = not cfg.rollout.urls and is_local(cfg.rollout.host)
+        is_unreachable = not cfg.rollout.urls and not is_reachable(cfg.rollout.host)
         return 1 if is_spread and is_unreachable else cfg.rollout.weight_sync_sources
     is_on_gpus = cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda"
     return 1 if is_on_gpus else parallel.world_size
