@@ -96,7 +96,7 @@ def server_info(
 
     Raises ServerError when the server does not answer as SGLang does.
     """
-    with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as http:
         check_no_router(http)
         if resume:  # without effect on a server that is not paused
             ask(http, "POST", "/continue_generation", {})
