@@ -74,7 +74,7 @@ for ((first = 0; first + TP_SIZE <= ${#gpus[@]}; first += TP_SIZE)); do
     CUDA_VISIBLE_DEVICES="$devices" setsid "${command[@]}" --port "$port" --config "$private/server.yaml" "$@" \
         >>"$logs/${HOST}_$port.log" 2>&1 &
     servers+=("$!")
-    echo "http://$HOST:$port"
+    if [[ "$HOST" == *:* ]]; then echo "http://[$HOST]:$port"; else echo "http://$HOST:$port"; fi # IPv6
 done
 if ((${#servers[@]} == 0)); then
     echo "serve.sh: SERVER_GPUS = $SERVER_GPUS are fewer than TP_SIZE = $TP_SIZE" >&2

@@ -29,6 +29,10 @@ CHECKED_BY_REQUEST = (
 )  # fmt: skip
 """Settings whose harm /server_info hides; sampling_defaults.py and server_info.py test it."""
 
+KEEPALIVE_SECONDS = 4.0
+"""Time for which a connection without a request stays open; SGLang closes its end after 5 s,
+perhaps as a request arrives."""
+
 
 @dataclass(frozen=True)
 class Setting:

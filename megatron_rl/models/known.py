@@ -133,6 +133,10 @@ RENDERERS = {
 """Name -> agent.renderer of that checkpoint; the `renderers` package has none for OLMoE."""
 
 
+PUBLISHED_DTYPE = "bfloat16"
+"""Of the weights of all of them, without quantization."""
+
+
 def is_known(model: str | Path) -> bool:
     """Return True for the name of a well-known model, unless it is also a directory."""
     return str(model).lower() in KNOWN and not Path(model).is_dir()

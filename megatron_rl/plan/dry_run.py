@@ -28,7 +28,14 @@ from megatron_rl.plan.hardware import (
     read_assumptions,
 )
 from megatron_rl.plan.preflight import check_files, resumed_step
-from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, planned_machine
+from megatron_rl.plan.refusals import (
+    Machine,
+    check_core,
+    check_gpus,
+    check_layout,
+    check_leaders,
+    planned_machine,
+)
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.saved.saved_config import check_config
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
@@ -91,6 +98,8 @@ def report(
         raise ValueError("\n".join(problems))
     not_checked += check_core(spec, cfg)
     machine = planned_machine(world, hardware, assumed)
+    if has_servers:
+        check_leaders(cfg, world, machine.ranks)
     in_phases, notes = gpu_notes(spec, cfg, world, machine, has_servers)
     trainer = TrainingModel(spec, cfg, world, hardware, assumed)
     texts: dict[str, Iterable[str]] = {

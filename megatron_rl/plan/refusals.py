@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.rules.server_gpus import check_count, check_overlap, most_on_a_rank
+from megatron_rl.config.rules.server_rules import is_reachable
 from megatron_rl.config.rules.teacher_servers import check_teacher_gpus
 from megatron_rl.launch import nccl
 from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size, wants_te
-from megatron_rl.plan.hardware import Assumptions, Hardware
+from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.host_memory import check_host_memory, host_bytes
 from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
@@ -51,7 +52,8 @@ def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Mac
     """Return the host that a plan assumes: the GPUs of the hardware's row, with this process's
     CUDA_VISIBLE_DEVICES and LOCAL_WORLD_SIZE.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    is_cpu = hardware.name == HARDWARE["cpu"].name
+    visible = "" if is_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "")
     most = len(visible.split(",")) if visible else hardware.per_node
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(world, most)
     return Machine(hardware, ranks, hardware.per_node, assumed=assumed)
@@ -69,6 +71,28 @@ def check_layout(spec: ModelSpec, cfg: Config, world: int) -> None:
     # raises for limits that this pair of dtypes excludes; else the dtype is the servers' answer
     if not cfg.rollout.urls and cfg.rollout.dtype != "auto":
         parity_limits(cfg, cfg.rollout.dtype)
+
+
+def check_leaders(cfg: Config, world: int, local_ranks: int) -> None:
+    """Raise ConfigError where ranks that sample cannot reach the servers that rank 0 starts, as
+    these listen for the ranks of its node only.
+
+    local_ranks: training ranks of a node.
+    """
+    host, sizes = cfg.rollout.host, cfg.parallel
+    starts_teachers = any(teacher.path for teacher in cfg.teachers.with_servers.values())
+    # ranks are numbered tp-cp-dp-pp: the leader of the last replica, at tp 0, cp 0, pp 0
+    last_leader = (dp_size(sizes, world) - 1) * sizes.tp * sizes.cp
+    is_started = starts_teachers or not cfg.rollout.urls
+    if not is_started or last_leader < local_ranks or is_reachable(host):
+        return
+    where = "path of [teachers]" if cfg.rollout.urls else "no rollout.urls"
+    raise ConfigError(
+        f"rollout.host = {host!r} and {where}, with {world} ranks, {local_ranks} of them on a node:"
+        f" rank 0's node starts servers on that address, where rank {last_leader}, which samples on"
+        " another node, finds its own machine; attach servers by urls (examples/launch/serve.sh),"
+        " or set rollout.host to the address of rank 0's node, with rollout.api_key_env"
+    )
 
 
 def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> None:

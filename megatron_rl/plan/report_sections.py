@@ -19,7 +19,7 @@ from megatron_rl.config.sglang_settings import accepted, read_options
 from megatron_rl.launch.allocator import allocator_line
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.fit import queue_bytes, queue_prompts
-from megatron_rl.models.known import find_spec, is_known
+from megatron_rl.models.known import PUBLISHED_DTYPE, find_spec, is_known
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.grid import weight_sources
@@ -224,7 +224,7 @@ def teacher_command(cfg: Config, teacher: Teacher) -> list[str]:
     assert teacher.path is not None, "a teacher with urls"
     rollout = server_settings(teacher, cfg.rollout)
     if is_known(teacher.path):
-        rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
+        rollout = rollout.model_copy(update={"dtype": PUBLISHED_DTYPE})
     device: Literal["cpu", "cuda"] = "cpu" if cfg.run.device == "cpu" else "cuda"
     return server_command(teacher.path, rollout, device=device, port=0, seed=0, want_routes=False)
 
@@ -238,7 +238,7 @@ def started_lines(cfg: Config) -> Iterator[str]:
     rollout = cfg.rollout
     # dtype = auto is read from the checkpoint, which a well-known model does not have
     if is_known(cfg.model.path) and rollout.dtype == "auto":
-        rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
+        rollout = rollout.model_copy(update={"dtype": PUBLISHED_DTYPE})
     args = (*slot_options(cfg, device), *rollout.server_args)
     command = server_command(
         cfg.model.path,

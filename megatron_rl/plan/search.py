@@ -13,7 +13,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.phases import fullest, update_copies
-from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, check_leaders
 from megatron_rl.plan.training_time import Parts, TrainingModel
 
 RECOMPUTE = ("none", "selective", "full")
@@ -81,6 +81,7 @@ class Search:
             model = cfg.model.model_copy(update=choice)
             trial = cfg.model_copy(update={"parallel": parallel, "model": model})
             check_layout(spec, trial, world)
+            check_leaders(trial, world, self.machine.ranks)
             used = fullest(spec, trial, world, self.trainer.assumed)
             # Adam's float32 copies exist where there are no activations
             state = used.weights + used.gradients + used.optimizer

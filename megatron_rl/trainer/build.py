@@ -40,7 +40,7 @@ from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.trackers.registry import check_trackers
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, check_leaders
 from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
@@ -304,6 +304,8 @@ def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     check_can_release(cfg, parallel.device.type)
     spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
+    if has_servers:
+        check_leaders(cfg, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     check_core(spec, cfg)
 
     def check() -> None:

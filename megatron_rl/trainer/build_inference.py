@@ -17,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.rules.server_gpus import devices_of_server
-from megatron_rl.config.rules.server_rules import is_local
+from megatron_rl.config.rules.server_rules import is_reachable
 from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
@@ -42,6 +42,7 @@ from megatron_rl.rollout.server.server_info import (
     check_server,
     check_settings,
     longest_input,
+    served_dtype,
     server_info,
     tokenizer_digest,
 )
@@ -155,7 +156,7 @@ class FoundServers(NamedTuple):
 
     urls: tuple[str, ...]
     dtype: str
-    """Precision that all of them compute in."""
+    """Precision that all of them compute in, in which weights are sent."""
     settings: Mapping[str, Values]
     """URL -> the settings that check_settings has checked."""
     run: str
@@ -205,11 +206,12 @@ def find_servers(
     check_identical(infos)
     for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
         console.log(line)
+    served = served_dtype(infos[0].dtype, cfg.model.path)
     # refuse a limit without effect now, before the first weight sync
-    parity_limits(cfg, infos[0].dtype)
+    parity_limits(cfg, served)
     return FoundServers(
         tuple(urls),
-        infos[0].dtype,
+        served,
         {info.url: info.settings for info in infos},
         new_run_name(),
         longest_input(infos),
@@ -286,7 +288,6 @@ def make_pusher(
             " distributed or disk"
         )
     rollout = cfg.rollout
-    served = cfg.model.dtype if rollout.dtype == "auto" else rollout.dtype
     places = None
     if parallel.device.type == "cuda" and server_pool is not None:
         places = gpus_of(cfg, server_pool)
@@ -298,7 +299,7 @@ def make_pusher(
     )
     weights = PushedWeights(
         cfg.model.path,
-        getattr(torch, served),
+        getattr(torch, servers.dtype),
         fp8_keep=rollout.quantize_keep if rollout.quantize == "fp8" else None,
         changing=adapted_tensors(cfg.model.path, cfg.lora.targets) if cfg.lora.rank else None,
     )
@@ -338,7 +339,7 @@ def max_sources(cfg: Config, parallel: Parallel) -> int:
     """
     if cfg.rollout.weight_sync == "distributed":
         is_spread = local_world_size(parallel) < parallel.world_size
-        is_unreachable = not cfg.rollout.urls and is_local(cfg.rollout.host)
+        is_unreachable = not cfg.rollout.urls and not is_reachable(cfg.rollout.host)
         return 1 if is_spread and is_unreachable else cfg.rollout.weight_sync_sources
     is_on_gpus = cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda"
     return 1 if is_on_gpus else parallel.world_size

@@ -73,7 +73,9 @@ def sleeping_teacher(
         if text is None:
             return None
         timeout = rollout.probe_seconds("cuda")
-        with httpx.Client(base_url=teacher.urls[0], headers=headers, timeout=timeout) as http:
+        with httpx.Client(
+            base_url=teacher.urls[0], headers=headers, timeout=timeout, trust_env=False
+        ) as http:
             return probe(http, text, spec)
 
     sleeper = SleepingTeacher(name, servers, score)

@@ -141,6 +141,30 @@ def test_no_unsafe_calls():
     assert not found
 
 
+def environment_clients(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of every HTTP client that takes proxies from the environment."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and re.fullmatch(
+            r"httpx\.((Async)?Client|create_ssl_context|request|stream|get|post|put)",
+            ast.unparse(node.func),
+        ):
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if options.get("trust_env") != "False":
+                yield node.lineno, ast.unparse(node)
+
+
+def test_no_proxy_of_the_environment_sees_a_key():
+    assert list(environment_clients("httpx.Client(headers=key)\nhttpx.get(url)"))
+    assert not list(environment_clients("httpx.Client(trust_env=False)\nclient.get(url)"))
+    found = [
+        f"{relative(path)}:{line} {what}"
+        for folder in ("megatron_rl", "tools", "viewer")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, what in environment_clients(path.read_text())
+    ]
+    assert not found
+
+
 # Portability --------------------------------------------------------------------------------------
 
 

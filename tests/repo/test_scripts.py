@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.rules.server_rules import is_url
 from tools import image_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,6 +329,16 @@ def test_serve_passes_the_key_in_a_file(tmp_path, host, key):
     assert (tmp_path / "seen.yaml").read_text() == f"log-level: warning\n{api_key}"
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.0.0.1", "http://10.0.0.1:30000"), ("fd00::2", "http://[fd00::2]:30000")],
+)
+def test_serve_prints_addresses_that_a_run_takes(tmp_path, host, url):
+    variables = {"SGLANG_PYTHON": "/bin/true", "SGLANG_API_KEY": "key"}
+    assert serve_output(tmp_path, host, variables).stdout == f"{url}\n"
+    assert is_url(url)
+
+
 def test_serve_needs_a_key_where_other_hosts_reach_the_servers(tmp_path):
     status, errors = serve(tmp_path, "10.0.0.1", {})
     assert status != 0 and "SGLANG_API_KEY: choose a key" in errors
@@ -335,6 +346,13 @@ def test_serve_needs_a_key_where_other_hosts_reach_the_servers(tmp_path):
 
 def serve(folder: Path, host: str, variables: dict[str, str]) -> tuple[int, str]:
     """Status and standard error of serve.sh for one server."""
+    done = serve_output(folder, host, variables)
+    return done.returncode, done.stderr
+
+
+def serve_output(
+    folder: Path, host: str, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     env = {
         "PATH": os.environ["PATH"],
         "HOST": host,
@@ -343,5 +361,4 @@ def serve(folder: Path, host: str, variables: dict[str, str]) -> tuple[int, str]
         **variables,
     }
     command = ["bash", str(ROOT / "examples/launch/serve.sh"), "model"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

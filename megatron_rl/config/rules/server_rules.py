@@ -78,19 +78,9 @@ def check_options(rollout: RolloutConfig, *, needs_routes: bool) -> None:
 def check_urls(urls: Sequence[str], *, has_key: bool) -> None:
     """Raise ValueError for a bad or repeated address, and for a password beside an API key."""
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            is_address = (
-                # reading `port` raises for one that is no number up to 65535
-                parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-            )
-        except ValueError:  # parts.port of a port that is not a number
-            is_address = False
-        if not is_address:
-            raise ValueError(
-                f"urls has {url!r}: must be http://HOST:PORT; write "
-                f"http://{url.rpartition('//')[2]}"
-            )
+        if not is_url(url):
+            raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; {nearest_url(url)}")
+        parts = urlsplit(url)
         if has_key and parts.username is not None:
             raise ValueError(
                 f"urls has a user and password for {parts.hostname}, and api_key_env is set: a "
@@ -103,6 +93,28 @@ def check_urls(urls: Sequence[str], *, has_key: bool) -> None:
         raise ValueError(
             f"urls names {', '.join(twice)} twice: one address for each server; remove one of them"
         )
+
+
+def is_url(url: str) -> bool:
+    """Return True for http://HOST:PORT, perhaps with a path; https and no port pass, too."""
+    try:
+        parts = urlsplit(url)
+        # reading `port` raises for one that is no number up to 65535
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # also for brackets without an IPv6 address
+        return False
+
+
+def nearest_url(text: str) -> str:
+    """Return what to write in place of `text`, which is no URL of a server."""
+    rest = text.rpartition("//")[2]
+    host, _, port = rest.rpartition(":")
+    choices = [f"http://{rest}"]
+    with contextlib.suppress(ValueError):  # what is no IPv6 address needs no brackets
+        choices.append(f"http://[{ipaddress.IPv6Address(host)}]:{port}")
+    for url in filter(is_url, choices):
+        return f"write {url}"
+    return "write a host name or address, an IPv6 one in brackets, and a port from 1 to 65535"
 
 
 def check_host(host: str, *, has_key: bool) -> None:
@@ -170,6 +182,17 @@ def is_local(host: str) -> bool:
     The name is not looked up, as its address may change later.
     """
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def is_reachable(host: str) -> bool:
+    """Return True if ranks on other machines reach servers on `host` under that name.
+
+    A loopback address, and the unspecified one (0.0.0.0, ::), lead each machine to itself.
+    """
+    with contextlib.suppress(ValueError):  # a host name is not an address
+        if ipaddress.ip_address(host).is_unspecified:
+            return False
+    return not is_local(host)
 
 
 def check_can_release(cfg: AllSections, device: str) -> None:

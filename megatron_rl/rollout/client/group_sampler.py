@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 import uuid
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from megatron_rl.rollout.client.request import (
     RetryableError,
     RolloutError,
     request_samples,
+    retry_pause,
     sample_ids,
 )
 from megatron_rl.rollout.client.request_trace import RequestTrace
@@ -40,10 +40,6 @@ from megatron_rl.rollout.client.response import (
 from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
-
-RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 10.0
-"""Pause between a request and the next one for the same group: doubled with each retry up to the
-maximum, and lengthened by up to RETRY_SECONDS at random."""
 
 
 class GroupSampler:
@@ -87,9 +83,7 @@ class GroupSampler:
             finally:
                 group.request_version = None
             self.counters.retries += 1
-            # not from the run's own generator, whose state is saved
-            pause = random.SystemRandom().uniform(0, RETRY_SECONDS)
-            await asyncio.sleep(min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS) + pause)
+            await asyncio.sleep(retry_pause(attempt))
 
     async def _fill(self, call: Call, group: Group) -> None:
         """Send one request for the missing samples and put the usable ones into the group.
@@ -121,20 +115,22 @@ class GroupSampler:
             self.counters.count_cancelled(samples)
             raise GroupCancelled
         may_be_cut = is_cut or bool(request.cut_by)
-        dropped = await self._take(call, request, samples, may_be_cut=may_be_cut)
+        dropped, num_empty = await self._take(call, request, samples, may_be_cut=may_be_cut)
         if is_cut:
             raise GroupCancelled
-        self._judge(request, dropped)
+        self._judge(request, dropped, num_empty)
         if not group.is_sampled:  # some were too old: sampled again, from the present weights
             await self._fill(call, group)
 
-    def _judge(self, request: Request, dropped: Sequence[SampleDropped]) -> None:
+    def _judge(self, request: Request, dropped: Sequence[SampleDropped], num_empty: int) -> None:
         """Record the success or failure of an answered request.
+
+        num_empty: samples that were cut before their first token.
 
         Raises RetryableError where another request has to complete the group.
         """
         group, server, seconds = request.group, request.server, self.cfg.request_timeout_seconds
-        is_useless = len(dropped) == request.num_samples
+        is_useless = len(dropped) + num_empty == request.num_samples
         # the next request continues what there is
         if request.cut_by == "deadline" and not group.is_sampled:
             late = RetryableError("timeout", f"not complete after {seconds:g} s")
@@ -161,15 +157,19 @@ class GroupSampler:
 
     async def _take(
         self, call: Call, request: Request, samples: Sequence[object], *, may_be_cut: bool
-    ) -> list[SampleDropped]:
-        """Put the usable samples into the group; count the others and return why they are not."""
+    ) -> tuple[list[SampleDropped], int]:
+        """Put the usable samples into the group; count the others and return why they are not, and
+        the number of those that were cut before their first token.
+        """
         dropped: list[SampleDropped] = []
+        num_empty = 0
         group, sampling = request.group, request.sampling
         names = sample_ids(request.rid, request.num_samples)
         for k, sample, name in zip(request.indexes, samples, names, strict=True):
             is_empty = isinstance(sample, dict) and sample.get("output_ids") == []
             # aborted before its first token: the group keeps what it had
             if may_be_cut and is_empty:
+                num_empty += 1
                 continue
             is_continuation = k in group.prefixes
             try:
@@ -197,7 +197,7 @@ class GroupSampler:
             self.counters.resumed_samples += is_continuation
             self.counters.samples += rollout.finish_reason != "abort"
             self.counters.cut_samples += rollout.finish_reason == "abort"
-        return dropped
+        return dropped, num_empty
 
     async def _request(self, call: Call, request: Request) -> list[object]:
         group, server, sampling = request.group, request.server, request.sampling

@@ -14,6 +14,7 @@ server's --random-seed is the seed.
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +27,7 @@ import orjson
 from aiohttp.abc import AbstractStreamWriter
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.sglang_settings import KEEPALIVE_SECONDS
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.clock import Clock
@@ -56,9 +58,10 @@ rollout.request_timeout_seconds; at most RETURN_SECONDS."""
 SHARED_PREFILL_TOKENS = 1024
 """The prompt is prefilled once, before its copies, where that saves at least this many prompt
 tokens of computation."""
-KEEPALIVE_SECONDS = 4.0
-"""Time for which a connection without a request stays open; SGLang closes its end after 5 s,
-perhaps as a request arrives."""
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 10.0
+"""Pause between a request and the next one for the same group or text: doubled with each retry up
+to the maximum, and lengthened by up to RETRY_SECONDS at random."""
 
 
 class RolloutError(RuntimeError):
@@ -73,6 +76,14 @@ class RetryableError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+def retry_pause(retry: int) -> float:
+    """Return the seconds before a retry, which counts from 1."""
+    # no larger power is needed, and one of a thousand is no float
+    doubled = RETRY_SECONDS * 2 ** min(retry - 1, 10)
+    # not from the run's own generator, whose state is saved
+    return min(doubled, MAX_RETRY_SECONDS) + random.SystemRandom().uniform(0, RETRY_SECONDS)
 
 
 @asynccontextmanager

@@ -77,7 +77,9 @@ def server_lines(
         check_tokens(info, cfg, spec)
         mean = "no prompt of two tokens to score"
         if text is not None:
-            with httpx.Client(base_url=info.url, headers=headers, timeout=timeout) as http:
+            with httpx.Client(
+                base_url=info.url, headers=headers, timeout=timeout, trust_env=False
+            ) as http:
                 logprobs = probe(http, text, spec, cfg.loss.teacher_top_k)
                 mean = f"mean log-prob of a prompt {logprobs.mean():.2f}"
         unread = [key for key in ("tokenizer", "vocab_size") if getattr(info, key) is None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +21,6 @@ from megatron_rl.config.sections import Teacher
 from megatron_rl.records import Rollout
 from megatron_rl.records.teacher_scores import TeacherScores
 from megatron_rl.rollout.client.counters import TeacherCounters
-from megatron_rl.rollout.client.group_sampler import MAX_RETRY_SECONDS, RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
     BODY_BYTES_PER_TOKEN,
@@ -33,6 +31,7 @@ from megatron_rl.rollout.client.request import (
     RolloutError,
     connections,
     post,
+    retry_pause,
 )
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, parse_body
 from megatron_rl.rollout.client.score_request import TOP_BYTES, ScoreRequest
@@ -85,8 +84,7 @@ class TeacherClient:
             for attempt in range(tries):
                 if attempt:
                     self.counters.retries += 1
-                    pause = min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS)
-                    await asyncio.sleep(pause + random.SystemRandom().uniform(0, RETRY_SECONDS))
+                    await asyncio.sleep(retry_pause(attempt))
                 server = self.balancer.pick([url for url, _ in troubles])
                 try:
                     scores = await self._request(server, sequence)

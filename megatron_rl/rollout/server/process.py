@@ -36,6 +36,7 @@ from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 PING_SECONDS = 5.0
 PROGRESS_SECONDS = 30.0
+LOG_TAIL_BYTES = 64 * 2**10  # a log of weeks may have gigabytes
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
 # loaded at import, as after fork() only a call into it is safe
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -351,5 +352,11 @@ def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
 
 
 def log_tail(path: Path) -> str:
-    text = path.read_text(errors="replace").strip().splitlines()
-    return f"last lines of {path}:\n" + "\n".join(text[-15:])
+    """Return the last lines of a log, or why there are none: it may have been deleted meanwhile."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"no log ({error})"
+    return f"last lines of {path}:\n" + "\n".join(lines[-15:])

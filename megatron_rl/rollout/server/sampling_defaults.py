@@ -59,7 +59,10 @@ def check_sampling(
     Raises ServerError when mu would not be the trainer's softmax.
     """
     with httpx.Client(
-        base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)
+        base_url=url,
+        headers=auth_headers(rollout),
+        timeout=rollout.probe_seconds(device),
+        trust_env=False,
     ) as http:
         check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
         if rollout.truncation is not None:

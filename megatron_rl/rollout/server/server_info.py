@@ -96,7 +96,7 @@ def server_info(
 
     Raises ServerError when the server does not answer as SGLang does.
     """
-    with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as http:
         check_no_router(http)
         if resume:  # without effect on a server that is not paused
             ask(http, "POST", "/continue_generation", {})
@@ -384,3 +384,13 @@ def resolved_dtype(dtype: str, config: Json) -> str:
         return {"half": "float16", "float": "float32"}.get(dtype, dtype)
     stored = config.get("dtype") or config.get("torch_dtype")
     return "auto" if stored is None else {"float32": "float16"}.get(stored, str(stored))
+
+
+def served_dtype(dtype: str, checkpoint: Path) -> str:
+    """Return the dtype that a server of `checkpoint` computes in, for the one that it reports.
+
+    It reports auto where this machine cannot read its files: then they are those of `checkpoint`.
+    """
+    resolved = resolved_dtype(dtype, read_served_config(checkpoint))
+    # SGLang takes a checkpoint that names no dtype for float32
+    return resolved_dtype("auto", {"dtype": "float32"}) if resolved == "auto" else resolved

@@ -9,11 +9,12 @@ server as JSON.
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -137,7 +138,7 @@ class BucketSender:
 
 
 def connect(
-    url: str,
+    urls: Sequence[str],
     *,
     world_size: int,
     device: torch.device,
@@ -150,12 +151,12 @@ def connect(
     `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
     `source` is this process's rank in the job, for the name of the group: processes on two machines
     may have the same id.  `timeout` is the number of seconds that a broadcast may take; joining the
-    group may take as long, but at most CONNECT_TIMEOUT_SECONDS.  The store listens only on the
-    address from which the server at `url` is reached.  Raises BroadcastError.
+    group may take as long, but at most CONNECT_TIMEOUT_SECONDS.  The store listens on one address
+    only (address_for).  Raises BroadcastError.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
-    address = local_address(url)
+    address = address_for(urls)
     store, port = make_store(address, world_size, limit)
     # servers know a group by its name alone
     name = f"megatron_rl_{source}_{os.getpid()}_{next(GROUP_NUMBERS)}"
@@ -182,6 +183,17 @@ def connect(
         message = f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
         raise BroadcastError(message) from error
     return BucketSender(group, name)
+
+
+def address_for(urls: Sequence[str]) -> str:
+    """Return one address of this machine that the servers at `urls` reach: those on other machines
+    not its loopback, those on this machine any.
+    """
+    addresses = [local_address(url) for url in urls]
+    return next(
+        (address for address in addresses if not ipaddress.ip_address(address).is_loopback),
+        addresses[0],
+    )
 
 
 def local_address(url: str) -> str:

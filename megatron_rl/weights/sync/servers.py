@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megatron_rl.config.sglang_settings import Values, broadcast_problem, differences, read_settings
+from megatron_rl.config.sglang_settings import (
+    KEEPALIVE_SECONDS,
+    Values,
+    broadcast_problem,
+    differences,
+    read_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,13 @@ class Servers:
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         # trust_env: a proxy from the environment must not see the weights
         # one client for all threads: it keeps connections
-        self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
+        # no limit of connections: servers answer some calls only once all of them have theirs
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=None,
+            keepalive_expiry=KEEPALIVE_SECONDS,
+        )
+        self.http = httpx.Client(headers=headers, timeout=deadlines, limits=limits, trust_env=False)
         # one more than servers: the one that waits for their calls
         self.threads = ThreadPoolExecutor(len(self.urls) + 1, thread_name_prefix="push")
         self.unanswered: set[str] = set()

@@ -175,7 +175,7 @@ class Distributed(Transport):
             return servers.start_posts("/init_weights_update_group", bodies)
 
         return connect(
-            servers.urls[0],
+            servers.urls,
             world_size=1 + sum(sizes),
             device=self.device,
             timeout=servers.timeout,

@@ -240,7 +240,13 @@ VALUES = [
         "--rollout.urls http://a:99999",
         "rollout.urls has 'http://a:99999'",
         "http://HOST:PORT",
-        "write",
+        "write a host name or address",
+    ),
+    (
+        "--rollout.urls http://fd00::2:30000",
+        "rollout.urls has 'http://fd00::2:30000'",
+        "http://HOST:PORT",
+        "write http://[fd00::2]:30000",
     ),
     (
         "--rollout.urls http://me:passw0rd@a:1 --rollout.api_key_env KEY",

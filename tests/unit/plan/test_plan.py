@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_rl.config import ModelConfig, ParallelConfig, load_config
+from megatron_rl.config import ConfigError, ModelConfig, ParallelConfig, load_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes
 from megatron_rl.models.known import find_spec
@@ -202,6 +202,29 @@ def test_a_recipe_is_planned_without_its_files(recipe):
         report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
+def test_nodes_that_cannot_reach_the_servers_of_a_run_are_refused(config, monkeypatch, host):
+    monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
+    keys = ("--run.device", "cpu", "--rollout.host", host)
+    cfg = config(*keys, "--rollout.api_key_env", "KEY_OF_THE_SERVERS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "4 ranks" in report(cfg, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"no rollout\.urls, with 4 ranks, 2 of them.* rank 3, w"):
+        report(cfg, 4)
+    # the other node has only later pipeline stages, which get their rollouts from rank 0's node
+    staged = config(*keys, "--rollout.api_key_env", "KEY_OF_THE_SERVERS", "--parallel.pp", "2")
+    assert "4 ranks" in report(staged, 4)
+    assert "4 ranks" in report(cfg, 4, has_servers=False)
+    assert "4 ranks" in report(config("--run.device", "cpu", "--rollout.urls", "http://a:1"), 4)
+
+
+def test_servers_of_a_published_model_have_its_dtype_not_that_of_the_training():
+    values = ("--model.path", "qwen3-30b-a3b", "--run.device", "cpu", "--model.dtype", "float32")
+    said = report(load_config(None, ["--data.train", "x", *values]), 1)
+    assert "--dtype bfloat16" in said and "--dtype float32" not in said
+
+
 def test_too_few_servers_are_a_warning():
     path = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/on_policy.toml"
 
@@ -277,7 +300,11 @@ def test_servers_on_gpus_of_the_ranks_are_refused(config, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"rollout\.gpus = \[\]: servers would use GPU 0"):
         report(config("--run.device", "cuda"), 4)
-    four_to_seven = ("--run.device", "cuda", "--rollout.gpus", "4", "5", "6", "7")
+    monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
+    four_to_seven = (
+        "--run.device", "cuda", "--rollout.gpus", "4", "5", "6", "7", "--rollout.host", "10.0.0.1",
+        "--rollout.api_key_env", "KEY_OF_THE_SERVERS",
+    )  # fmt: skip
     assert "--tp-size 4" in report(config(*four_to_seven), 4)
     with pytest.raises(ValueError, match="GPU 4, 5, 6, 7"):
         report(config(*four_to_seven), 16)  # eight ranks on each host

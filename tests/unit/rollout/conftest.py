@@ -5,7 +5,7 @@ repeated.
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.rollout.client import group_sampler
+from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.clock import Alarm, Clock
 
 
@@ -44,4 +44,4 @@ def one_rank():
 
 @pytest.fixture(autouse=True)
 def no_pauses_between_requests(monkeypatch):
-    monkeypatch.setattr(group_sampler, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(request, "RETRY_SECONDS", 0.0)

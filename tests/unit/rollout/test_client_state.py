@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import group_sampler
+from megatron_rl.rollout.client import group_sampler, request
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.group_sampler import RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
+from megatron_rl.rollout.client.request import MAX_RETRY_SECONDS, RETRY_SECONDS
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, answer, assert_fingerprints
@@ -161,7 +161,7 @@ def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(mon
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(group_sampler, "RETRY_SECONDS", RETRY_SECONDS)
+    monkeypatch.setattr(request, "RETRY_SECONDS", RETRY_SECONDS)
     monkeypatch.setattr(
         group_sampler, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep})
     )
@@ -173,6 +173,24 @@ def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(mon
     assert all(low <= pause <= low + 0.1 for low, pause in zip(least, pauses, strict=True))
     assert len({pause - low for low, pause in zip(least, pauses, strict=True)}) == 9
     assert client.counters.retries == 9 and len(server.requests) == 10
+    for retry in (1_025, 100_000):  # of a run that rides out an outage: 2**1024 is no float
+        pause = request.retry_pause(retry)
+        assert MAX_RETRY_SECONDS <= pause <= MAX_RETRY_SECONDS + RETRY_SECONDS
+
+
+def test_a_server_that_samples_no_token_before_any_deadline_gets_no_more_requests():
+    """Its scheduler is stuck: it answers each abort with empty samples."""
+    with FakeServer("growing") as stuck, FakeServer("ok") as good:
+        stuck.source, stuck.most_tokens, stuck.step_seconds = FakeModel(version=3), 0, 0.005
+        good.source = stuck.source
+        client = client_of(
+            stuck, good, max_retries=3, request_timeout_seconds=0.5, idle_timeout_seconds=5.0
+        )
+        for number in range(FAILURES_TO_OPEN + 3):
+            fill(client, [Group(PROMPTS[number], 2)])
+        assert len(stuck.requests) == FAILURES_TO_OPEN
+    assert client.counters.circuits_opened == 1
+    assert client.counters.failures == {"timeout": FAILURES_TO_OPEN}
 
 
 def test_seconds_and_outstanding_tokens_of_a_call_are_those_of_its_requests():

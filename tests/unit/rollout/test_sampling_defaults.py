@@ -65,6 +65,14 @@ def test_a_server_that_scales_its_logprobs_passes(server):
     assert len(server.bodies) == 2, "at temperature 1 there is nothing to tell apart"
 
 
+def test_no_proxy_of_the_environment_is_asked(server, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    check_sampling(server.url, RolloutConfig(temperature=0.9), vocab_size=64)
+
+
 def test_logprobs_of_another_temperature_are_refused(server):
     server.original = True
     with pytest.raises(

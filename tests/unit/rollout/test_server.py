@@ -212,6 +212,15 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     assert str(tmp_path / "log") in str(caught.value)
 
 
+def test_of_a_long_log_only_the_end_is_read(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("start\n" + "x" * process_module.LOG_TAIL_BYTES + "\nlast words\n")
+    tail = process_module.log_tail(log)
+    assert tail.endswith("x\nlast words") and "start" not in tail
+    log.unlink()
+    assert process_module.log_tail(log).startswith("no log ([Errno 2]")
+
+
 def test_a_server_on_a_busy_machine_shows_its_cpu_time(tmp_path, monkeypatch):
     """Who waits sees how much CPU time the server got; so does the message when its time is
     over.

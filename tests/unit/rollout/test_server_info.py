@@ -119,6 +119,15 @@ def test_server_info_is_read_without_its_key(model):
     check_server(info, SPEC, want_routes=True, dtype="float32", tokenizer=tokenizer_digest(model))
 
 
+def test_no_proxy_of_the_environment_sees_the_key(model, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with answering(sglang(model)) as url:
+        assert server_info(url, KEY).url == url
+
+
 def test_an_error_that_quotes_a_server_hides_the_key(model):
     with answering(sglang(model, **{"/server_info": (500, {"api_key": "sesame"})})) as url:
         with pytest.raises(ServerError, match=r"answered 500.*\*\*\*") as caught:

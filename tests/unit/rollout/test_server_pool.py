@@ -73,6 +73,16 @@ def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):
     assert all(process.poll() is not None for process in processes)
 
 
+def test_a_dead_server_whose_log_was_deleted_is_replaced(checkpoint):
+    said: list[str] = []
+    with make_server_pool(one_rank_config(checkpoint), said.append) as server_pool:
+        server_pool.log_path(0).unlink()
+        kill(server_pool, 0)
+        assert wait_for(lambda: server_pool.restarts == 1 and server_pool.slots[0].ready, 30)
+        assert server_pool.take() == [server_pool.slots[0].server.url]
+    assert any("status -9; restart 1 of at most 3" in line for line in said)
+
+
 def test_options_that_the_run_chooses_on_gpus_are_logged(checkpoint):
     said: list[str] = []
     rollout = one_rank_config(checkpoint).rollout

@@ -13,7 +13,6 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sections import Teacher
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client import teachers as teachers_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import RetryableError
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
@@ -34,11 +33,6 @@ from tests.unit.batch.rollouts import make_rollout
 PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(4)]
 SAMPLING = Sampling(1.0, 6, (1,), VERSION)
 SHORT = {"request_timeout_seconds": 0.3, "idle_timeout_seconds": 0.3, "connect_timeout_seconds": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(teachers_module, "RETRY_SECONDS", 0.0)
 
 
 def teachers_of(*urls: str, name: str = "math", top_k: int = 0, **settings) -> Teachers:

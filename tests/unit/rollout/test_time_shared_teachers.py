@@ -13,7 +13,6 @@ import pytest
 
 from megatron_rl.config.sections import Teacher
 from megatron_rl.config.sections.teachers import TeachersConfig
-from megatron_rl.rollout.client import teachers as teachers_module
 from megatron_rl.rollout.client.client import RolloutError
 from megatron_rl.rollout.client.score_request import ScoreRequest
 from megatron_rl.rollout.client.teachers import Teachers
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = ("even", "odd")
 MEMORY = {"/release_memory_occupation": "releases", "/resume_memory_occupation": "wakes"}
 PROBE = [3, 4, 5, 6]
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(teachers_module, "RETRY_SECONDS", 0.0)
 
 
 class GpuTeacher(FakeTeacher):

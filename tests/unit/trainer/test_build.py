@@ -204,6 +204,7 @@ def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypat
     assert [build.max_sources(config(way), cpu) for way in ways] == [1, 32, 32]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     others = (
+        {"rollout": {"host": "0.0.0.0", "api_key_env": "KEY"}},
         {"rollout": {"host": "10.0.0.1", "api_key_env": "KEY"}},
         {"rollout": {"urls": ["http://10.0.0.1:1"]}},
     )
@@ -212,7 +213,7 @@ def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypat
     reached = [
         build.max_sources(load_config(None, most, base | other), gpu) for other in ({}, *others)
     ]
-    assert reached == [1, 16, 16], "ranks on other machines cannot send to 127.0.0.1"
+    assert reached == [1, 1, 16, 16], "ranks on other machines cannot send to 127.0.0.1"
     monkeypatch.setattr(build, "WeightPusher", lambda *_, **settings: SimpleNamespace(close=None))
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: None)
     found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "run")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.rollout.client.sampling import SampleRules
-from megatron_rl.rollout.server.server_info import auth_headers
+from megatron_rl.rollout.server.server_info import auth_headers, served_dtype
 from megatron_rl.trainer import build_inference as build
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess
@@ -173,10 +173,10 @@ def pushed(monkeypatch, calls):
         build, "WeightPusher", calls.note("pusher", lambda: Recorded(calls, "made"))
     )
 
-    def make(cfg, parallel, server_pool=None):
+    def make(cfg, parallel, server_pool=None, servers=FOUND):
         calls.clear()
         with ExitStack() as stack:
-            build.make_pusher(cfg, parallel, FOUND, server_pool, stack)
+            build.make_pusher(cfg, parallel, servers, server_pool, stack)
             assert calls.names == ["pusher"]
         assert calls.names == ["pusher", "made.close"]
         return calls.named("pusher")[0]
@@ -190,14 +190,13 @@ def test_a_weight_sync_has_every_setting(monkeypatch, pushed):
         weight_sync="disk",
         weight_sync_bucket_mb=33,
         weight_sync_timeout_seconds=44.0,
-        dtype="float32",
     )
     keys["verify_push"] = "version"
     cfg = config(api_key_env="KEY_OF_THE_SERVERS", **keys)
     assert pushed(cfg, job()) == (
         (
             ServerAccess(FOUND.urls, 44.0, auth_headers(cfg.rollout), FOUND.settings),
-            PushedWeights(cfg.model.path, torch.float32, fp8_keep=None),
+            PushedWeights(cfg.model.path, torch.bfloat16, fp8_keep=None),
             TransportSettings(
                 "disk", 33, torch.device("cpu"), disk_dir=cfg.run_dir / "weights", places=None
             ),
@@ -209,8 +208,31 @@ def test_a_weight_sync_has_every_setting(monkeypatch, pushed):
     (_, weights, _), keywords = pushed(cfg, job())
     assert (keywords["verify_every"], weights.dtype) == (5, torch.bfloat16)
     assert weights.fp8_keep == config(**FP8).rollout.quantize_keep is not None
-    (_, weights, _), _ = pushed(config(dtype="auto"), job())
-    assert weights.dtype == torch.bfloat16, "the model's"
+
+
+def test_weights_are_sent_in_the_dtype_of_the_servers_not_of_the_training(pushed):
+    for dtype in ("auto", "float32"):
+        cfg = config(dtype=dtype)
+        (_, weights, _), _ = pushed(cfg, job(), servers=FOUND._replace(dtype="float32"))
+        assert (cfg.model.dtype, weights.dtype) == ("bfloat16", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("reported", "config_json", "served"),
+    [
+        ("float32", None, "float32"),
+        ("auto", '{"dtype": "bfloat16"}', "bfloat16"),
+        ("auto", '{"torch_dtype": "float32"}', "float16"),  # as SGLang's auto serves it
+        ("auto", "{}", "float16"),
+        ("auto", None, "float16"),
+    ],
+)
+def test_a_server_that_reports_no_dtype_has_that_of_the_checkpoint(
+    tmp_path, reported, config_json, served
+):
+    if config_json is not None:
+        (tmp_path / "config.json").write_text(config_json)
+    assert served_dtype(reported, tmp_path) == served
 
 
 def test_on_gpus_each_servers_ranks_have_a_place(monkeypatch, pushed):

@@ -376,7 +376,8 @@ def test_teachers_are_found_in_a_stage_of_their_own_and_their_addresses_used(mon
 @pytest.mark.parametrize("has_servers", [True, False])
 def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, device, has_servers):
     calls, cfg = Calls(), config(tmp_path)
-    for name in ("check_can_release", "check_layout", "check_core", "check_gpus"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in ("check_can_release", "check_layout", "check_leaders", "check_core", "check_gpus"):
         monkeypatch.setattr(build, name, calls.note(name))
     monkeypatch.setattr(build, "provider_spec", lambda model, device: (model, device))
     monkeypatch.setattr(build, "this_machine", lambda parallel: "this machine")
@@ -390,6 +391,7 @@ def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, de
     assert calls == [
         ("check_can_release", (cfg, device), {}), ("check_layout", (spec,
         cfg, 4), {}),
+        *([("check_leaders", (cfg, 4, 2), {})] if has_servers else []),
         ("check_core", (spec, cfg), {}), *([("rank 0", (), {}), gpus] if device == "cuda" else []),
     ]  # fmt: skip
 

@@ -35,6 +35,31 @@ def test_a_broadcast_ends_when_a_server_fails_first():
     assert aborted == [1]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [
+        (("here", "elsewhere"), "10.0.0.1"),
+        (("elsewhere", "here"), "10.0.0.1"),
+        (("here", "here"), "127.0.0.1"),
+        (("here6", "elsewhere6"), "fd00::1"),
+    ],
+)
+def test_the_store_of_a_group_is_where_servers_on_every_machine_reach_it(
+    monkeypatch, hosts, address
+):
+    """A server on this machine gets a loopback address only if all are here."""
+    seen_by = {
+        "here": "127.0.0.1",
+        "elsewhere": "10.0.0.1",
+        "here6": "::1",
+        "elsewhere6": "fd00::1",
+    }
+    monkeypatch.setattr(
+        buckets, "local_address", lambda url: seen_by[url.removeprefix("http://").split(":")[0]]
+    )
+    assert buckets.address_for([f"http://{host}:1" for host in hosts]) == address
+
+
 def test_the_store_of_a_group_is_on_a_free_port_of_one_address():
     limit = timedelta(seconds=7)
     stores = [buckets.make_store("127.0.0.1", 2, limit) for _ in range(2)]

@@ -496,7 +496,9 @@ def start_peer():
 
 
 def connect_to(peer, timeout=60):
-    return connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=timeout, join=peer.join)
+    return connect(
+        ["http://127.0.0.1:1"], world_size=2, device=CPU, timeout=timeout, join=peer.join
+    )
 
 
 @pytest.mark.parametrize("fate", ["hangs", "dies"])
@@ -556,7 +558,7 @@ def test_a_server_that_refuses_to_join_is_quoted():
 
     start = time.monotonic()
     with pytest.raises(BroadcastError, match="answered 400: no"):
-        connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=2, join=join)
+        connect(["http://127.0.0.1:1"], world_size=2, device=CPU, timeout=2, join=join)
     assert time.monotonic() - start < 10
 
 
