@@ -23,7 +23,7 @@ from tests.fake_server import SPEC, FakeServer
 
 PARALLEL = SimpleNamespace(
     rank=1, dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None,
-    is_replica_leader=True, node=SimpleNamespace(is_alone=True),
+    node=SimpleNamespace(is_alone=True),
 )  # fmt: skip
 PER_STEP, GROUP = 2, 2
 TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))

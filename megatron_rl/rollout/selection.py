@@ -31,15 +31,12 @@ class Replica:
     rank: int
     size: int
     """Number of replicas."""
-    is_leader: bool
-    """This rank has the groups of its replica."""
     device: torch.device
     """Device of the collectives."""
 
 
 def replica_of(parallel: Parallel) -> Replica:
-    leads = parallel.is_replica_leader
-    return Replica(parallel.dp_rank, parallel.dp_size, leads, parallel.device)
+    return Replica(parallel.dp_rank, parallel.dp_size, parallel.device)
 
 
 def divide_prompts(
@@ -91,12 +88,14 @@ def refill(
     draw: Draw,
     replica: Replica,
     *,
+    is_leader: bool,
     max_rounds: int,
     can_draw: Callable[[int], bool] = lambda count: True,
 ) -> Refilled:
     """Replace groups with equal rewards by new draws until every replica has its share of others,
     at most `max_rounds` times.
 
+    is_leader: this rank has the groups of its replica.
     can_draw: number of prompts over all replicas -> whether the data has so many left.
     Groups that are still missing then are groups of equal rewards: their advantage is 0, and
     rollout/zero_advantage_groups_frac counts them.  Collective over all ranks.
@@ -110,7 +109,7 @@ def refill(
     while True:
         sampled += len(prompts)
         plain = without_routes(groups)
-        flags = [not is_uniform(group) for group in plain] if replica.is_leader else None
+        flags = [not is_uniform(group) for group in plain] if is_leader else None
         divided = divide_prompts(prompts, flags, replica)
         for rank, (mixed, equal) in enumerate(zip(*divided, strict=True)):
             kept[rank] += mixed

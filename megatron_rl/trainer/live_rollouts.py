@@ -319,6 +319,7 @@ class LiveRollouts(RolloutSource):
             self._with_penalties(groups),
             draw_more,
             replica_of(self.parallel),
+            is_leader=self.leader is not None,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             can_draw=self.scheduler.can_take,
         )

@@ -63,7 +63,8 @@ def sample_until_informative(max_rounds: int) -> tuple[list[str], list[str], int
     refilled = refill(
         *draw(DP * SHARE),
         draw,
-        Replica(dp_rank, DP, is_leader, torch.device("cpu")),
+        Replica(dp_rank, DP, torch.device("cpu")),
+        is_leader=is_leader,
         max_rounds=max_rounds,
     )
     groups = [group.prompt.id for group in refilled.groups]

@@ -28,7 +28,7 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
     flags = [i in KEPT[dp_rank] for i in range(SAMPLED)] if is_leader else None
-    replica = Replica(dp_rank, DP, is_leader, torch.device("cpu"))
+    replica = Replica(dp_rank, DP, torch.device("cpu"))
     kept, left = divide_prompts(prompts, flags, replica)
     dist.destroy_process_group()
     return [prompt.id for prompt in interleave(kept)], [prompt.id for prompt in interleave(left)]

@@ -107,7 +107,7 @@ def advantage_needs(cfg: AllSections) -> list[Need]:
     because, fix = "advantage.weight = 0, as only advantages read it", "advantage.weight above 0"
     return [
         (names, cfg.advantage.weight > 0, because, fix)
-        for names in ("batch.overlong_cache length_penalty", "advantage.kind rewards")
+        for names in ("batch.overlong_cache length_penalty", "advantage.rewards")
     ]
 
 

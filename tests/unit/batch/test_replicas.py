@@ -328,7 +328,7 @@ def test_over_sampling_every_rank_gets_what_leaders_kept():
 
     def tell(group, rank):  # ranks 3 to 5 follow a leader each
         is_leader = rank < 3
-        replica = Replica(rank % 3, 3, is_leader, CPU)
+        replica = Replica(rank % 3, 3, CPU)
         return divide_prompts(prompts, kept[rank] if is_leader else None, replica)
 
     for chosen, others in run_thread_ranks(tell, 6):
@@ -384,8 +384,10 @@ def test_dynamic_sampling_refills_every_replica_equally(uniform, max_rounds, ids
     def fill(group, rank):
         source = Source(uniform, rank % 2, 2, rank < 2)
         prompts, groups = source(4)
-        replica = Replica(rank % 2, 2, rank < 2, CPU)
-        done = refill(prompts, groups, source, replica, max_rounds=max_rounds)
+        done = refill(
+            prompts, groups, source, Replica(rank % 2, 2, CPU), is_leader=rank < 2,
+            max_rounds=max_rounds,
+        )  # fmt: skip
         return done, source.asked
 
     for rank, (done, counts) in enumerate(run_thread_ranks(fill, 4)):

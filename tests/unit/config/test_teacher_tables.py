@@ -158,7 +158,6 @@ def test_settings_without_a_meaning_are_refused(sections, message):
     [
         ({"batch": {"length_penalty": 0.5}}, "batch.length_penalty = 0.5"),
         ({"batch": {"overlong_cache": 100}}, "batch.overlong_cache = 100"),
-        ({"advantage": {"kind": "std"}}, "advantage.kind = std"),
     ],
 )
 def test_settings_of_advantages_are_refused_where_teachers_alone_teach(sections, setting):

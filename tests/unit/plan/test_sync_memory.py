@@ -13,6 +13,7 @@ SPEC = find_spec("qwen3-30b-a3b")
 EMBEDDING = 2 * SPEC.vocab_size * SPEC.hidden_size
 EIGHT = ["--parallel.ep", "8", "--model.dtype", "bfloat16", "--run.device", "cuda"]
 SEPARATE = ["--rollout.gpus", "4", "5"]
+REACHED = ["--rollout.host", "10.0.0.1", "--rollout.api_key_env", "KEY"]  # by ranks of other nodes
 
 
 def config(*overrides):
@@ -67,7 +68,7 @@ def test_it_comes_on_top_of_what_sglang_allocates_and_keeps():
 
 def test_what_does_not_fit_beside_the_static_memory_is_refused():
     large = ("--rollout.max_total_tokens", "700000")  # about 61 of 79.6 GiB with the weights
-    args = (*SEPARATE, *large, "--data.max_prompt_tokens", "512")
+    args = (*SEPARATE, *REACHED, *large, "--data.max_prompt_tokens", "512")
     text = report(config(*args), 8)
     assert f"{SYNC}: 0.00 MiB of the trainer + " in text and "WARNING, more" not in text
     assert "beside --mem-fraction-static, computed: 1 source with 0.6 GiB" in text

@@ -39,9 +39,7 @@ def test_sampling_that_hangs_is_stopped_and_nothing_of_it_is_lost(tmp_path):
         with one_rank_inference(cfg, SPEC, list, None) as inference:
             source = PromptSource(PROMPTS, seed=0, shuffle=False)
             alone = SimpleNamespace(is_alone=True)
-            parallel = SimpleNamespace(
-                dp_rank=0, dp_size=1, device="cpu", node=alone, is_replica_leader=True
-            )
+            parallel = SimpleNamespace(dp_rank=0, dp_size=1, device="cpu", node=alone)
             scheduler = Scheduler(cfg, parallel, inference, source, [1], progress)
             threading.Timer(0.3, inference.client.stop).start()
             started = time.monotonic()

@@ -155,7 +155,8 @@ def test_a_recorded_turn_with_a_stop_is_complete_without_a_request(finish_reason
         name="r", server="", max_tokens=100, max_episode_tokens=0, sequence_limit=None,
         tokenizer=BYTE_PAIRS, chat=None, counters=RolloutCounters(), sample=None,
         recorded=RecordedTurns(turn_of(tokens, finish_reason)),
-        check_open=lambda: None, asked=lambda branch: None, ended=lambda branch: None,
+        check_open=lambda: None, asked=lambda branch: None,
+        ended=lambda branch, **_: None,
     )  # fmt: skip
     branch = Branch(session, range(PROMPT))
     turn = asyncio.run(branch.sample(stops=["stop:"]))

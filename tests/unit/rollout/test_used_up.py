@@ -102,7 +102,8 @@ def test_groups_are_not_replaced_where_no_prompts_are_left():
         [group.prompt for group in equal],
         equal,
         draws.append,
-        Replica(0, 1, True, torch.device("cpu")),
+        Replica(0, 1, torch.device("cpu")),
+        is_leader=True,
         max_rounds=5,
         can_draw=lambda count: count < 2,
     )

@@ -145,8 +145,8 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
         "resume", "make_sinks",
         "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}, False",
-        "source.start", "postpone",
-        "SavedBatches", "TokenRecorder", "yielded", "collect again",
+        "source.start", "SavedBatches",
+        "postpone", "TokenRecorder", "yielded", "collect again",
         f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}, False",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("forget_steps") == [((cfg.run_dir, FIRST_STEP, 3), {})]
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
-    assert calls.named("SavedBatches") == [((cfg, parallel, console.log, "events"), {})]
+    assert calls.named("SavedBatches") == [((cfg, parallel, console.log, "events", ""), {})]
     step_trace = made["step_trace"]
     assert made == dict(
         cfg=cfg, parallel=parallel, engine=parts.Engine, rollouts=parts.make_source,

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         "--micro-batches",
         type=positive,
         metavar="N",
-        help="of each update; default: one more than the stages of the pipeline",
+        help="of each update; default: stages of the pipeline + 1",
     )
     at_most = "of the longest sequences; default, and at most: what the configuration allows"
     add("--length", type=positive, metavar="TOKENS", help=at_most)

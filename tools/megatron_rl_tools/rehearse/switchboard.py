@@ -51,6 +51,8 @@ class Switchboard:
     last: dict[int, Call] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     """Rank -> what its program returned; None where its process died."""
+    dead: set[int] = field(default_factory=set)
+    """Ranks whose process died."""
 
     def serve(self) -> dict[int, Any]:
         """Answer until every rank has ended, or waits for one that failed or died; return rank ->
@@ -67,6 +69,7 @@ class Switchboard:
                     message = self.pipes[rank].recv()
                 except (EOFError, OSError):  # OSError: within a message
                     message = ("result", None)
+                    self.dead.add(rank)
                 if isinstance(message, Call):
                     self._take(message)
                 elif isinstance(message, int):  # it waits for a receive that it began before
@@ -87,7 +90,8 @@ class Switchboard:
 
     def _has_failed(self) -> bool:
         """Return whether a rank's error or death is why it did not make the calls of others."""
-        return any(isinstance(result, RankFailed | None) for result in self.results.values())
+        has_error = any(isinstance(result, RankFailed) for result in self.results.values())
+        return has_error or bool(self.dead)
 
     def _take(self, call: Call) -> None:
         self.last[call.rank] = call
@@ -106,9 +110,8 @@ class Switchboard:
                 if self.unanswered.pop((rank, other.index), None) is not None:
                     if self.waits_in.get(rank) is other:
                         del self.waits_in[rank]
-                    with suppress(
-                        BrokenPipeError
-                    ):  # it has died: `serve` reads the end of its pipe
+                    # of a rank that has died `serve` reads the end of its pipe
+                    with suppress(BrokenPipeError):
                         self.pipes[rank].send((other.index, values))
             del self.open[call.key]
 
