@@ -1,6 +1,6 @@
-"""Which metrics of an evaluation are the program's, eval/NAME/MEASURE, and which are those of the
-user's functions, eval/NAME/reward/METRIC and eval/NAME/episode/METRIC, where METRIC may be any
-name, also that of a measure.
+"""Names of an evaluation's metrics: the program writes eval/NAME/MEASURE, the user's functions
+eval/NAME/reward/METRIC and eval/NAME/episode/METRIC, where METRIC may be any name, also that of a
+measure.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ RENDERERS = {
 
 
 PUBLISHED_DTYPE = "bfloat16"
-"""Of the weights of all of them, without quantization."""
+"""The dtype in which all known models are published, apart from quantized copies."""
 
 
 def is_known(model: str | Path) -> bool:

@@ -156,13 +156,13 @@ def environment_clients(source: str) -> Iterator[tuple[int, str]]:
 def test_no_proxy_of_the_environment_sees_a_key():
     assert list(environment_clients("httpx.Client(headers=key)\nhttpx.get(url)"))
     assert not list(environment_clients("httpx.Client(trust_env=False)\nclient.get(url)"))
-    found = [
+    clients = [
         f"{relative(path)}:{line} {what}"
         for folder in ("megatron_rl", "tools", "viewer")
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line, what in environment_clients(path.read_text())
     ]
-    assert not found
+    assert not clients
 
 
 # Portability --------------------------------------------------------------------------------------

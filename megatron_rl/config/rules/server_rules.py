@@ -107,9 +107,9 @@ def is_url(url: str) -> bool:
 
 def nearest_url(text: str) -> str:
     """Return what to write in place of `text`, which is no URL of a server."""
-    rest = text.rpartition("//")[2]
-    host, _, port = rest.rpartition(":")
-    choices = [f"http://{rest}"]
+    address = text.rpartition("//")[2]
+    host, _, port = address.rpartition(":")
+    choices = [f"http://{address}"]
     with contextlib.suppress(ValueError):  # what is no IPv6 address needs no brackets
         choices.append(f"http://[{ipaddress.IPv6Address(host)}]:{port}")
     for url in filter(is_url, choices):

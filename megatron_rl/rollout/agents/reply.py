@@ -1,4 +1,4 @@
-"""What the model wrote in a turn, read in its chat format: text, thinking, and calls of tools."""
+"""The answer of the model in a turn, read in its chat format: text, thinking, calls of tools."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_a_dropped_source_leaves_the_others_and_a_stopping_one_ends_the_data():
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_mixture_is_endless_exactly_where_drawing_never_ends(length, monkeypatch):
-    """What is endless is not drawn to count what is left, which takes seconds for a long run."""
+    """An endless mixture is not drawn to count its prompts, which takes seconds for a long run."""
     for policies in itertools.product(("repeat", "stop", "drop"), repeat=length):
         stream = stream_of([(2 + k, 1.0 + k, policy) for k, policy in enumerate(policies)])
         ahead = stream._copy()

@@ -394,7 +394,7 @@ def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
 
 
 def test_metadata_that_moved_to_another_prompt_is_not_resumed():
-    """Of an older checkpoint it cannot be seen, but another text can."""
+    """An older checkpoint does not show that metadata moved, but it shows another text."""
     test, other = {"test": "assert f(1) == 2"}, {"test": "assert f(1) == 3"}
 
     def source(*metadata):

@@ -1,4 +1,4 @@
-"""What SFT learns of a conversation, in every chat format: turns, with the token that ends them."""
+"""The tokens that SFT learns in every chat format: turns, with the token that ends them."""
 
 from functools import lru_cache
 from itertools import pairwise

@@ -44,7 +44,7 @@ def way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_way_back_keeps_the_dtype_of_the_megatron_checkpoint(way_back, capsys) -> None:
-    """That of --config, here bfloat16, is another."""
+    """The dtype of --config, here bfloat16, is another."""
     convert, built = way_back
     assert {values.dtype for values in convert().values()} == {torch.float32}
     assert built == [torch.float32] and "WARNING" not in capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_a_later_run_with_servers_continues_after_these_prompts(made):
     ],
 )
 def test_as_many_prompts_are_used_up_as_in_the_run_that_sampled(made, rollout, place):
-    """What over_sample drops is used up, what it continues in the next step is not."""
+    """Prompts that over_sample drops are used up; those that the next step continues are not."""
     source, _ = made(rollout=rollout)
     for step in (5, 6):
         source.sample(step)

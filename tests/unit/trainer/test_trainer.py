@@ -199,8 +199,8 @@ FREE = {"rollout": {"temperature": 1.0}}
 def test_equal_rewards_of_the_first_step_are_named_before_its_update_where_they_teach_nothing(
     made, rewards, sections, cause
 ):
-    """Of the first step of this start only: later ones count in rollout/zero_advantages, and in
-    rollout/zero_rewards where all of them are 0.
+    """Only the first step of this start is named: later ones count in rollout/zero_advantages, and
+    in rollout/zero_rewards where all of them are 0.
     """
     trainer, calls = made(**sections)
     trainer.parallel = SimpleNamespace(dp_group=None, host_group=None)
@@ -213,9 +213,9 @@ def test_equal_rewards_of_the_first_step_are_named_before_its_update_where_they_
     if not np.isnan(rewards).any():
         sums = MetricSums()
         count_groups(sums, taught, version=VERSION)
-        found = module.derived(reduced(sums))
-        assert found["rollout/zero_advantages"] == bool(cause)
-        assert found["rollout/zero_rewards"] == (bool(cause) and not any(rewards))
+        metrics = module.derived(reduced(sums))
+        assert metrics["rollout/zero_advantages"] == bool(cause)
+        assert metrics["rollout/zero_rewards"] == (bool(cause) and not any(rewards))
 
 
 def scored_group(name, rewards):

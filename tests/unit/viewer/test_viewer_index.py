@@ -68,8 +68,8 @@ def test_a_filter_keeps_a_recorded_number_that_equals_its_value(run_dir, opened,
     run = opened()
     for operator, total in ((">=", 1), ("=", 1), ("<=", 1), ("<", 0), (">", 0), ("!=", 0)):
         at_value = {"column": column, "op": operator, "value": 0.7}
-        found = table(run, filters=[{"column": "step", "op": "=", "value": 4}, at_value])
-        assert found["total"] == total, operator
+        rows = table(run, filters=[{"column": "step", "op": "=", "value": 4}, at_value])
+        assert rows["total"] == total, operator
 
 
 def test_a_step_that_is_written_again_replaces_the_first(run_dir, opened):
